@@ -1,0 +1,158 @@
+"""Expert-parallel token dispatch: send every token to the ranks that hold its experts, run them, bring the results back, sum.
+
+Shape letters: T tokens of this rank, k experts a token, D hidden size, E all experts, P ranks of the expert-parallel group,
+L = E / P experts of one rank, M rows (token, expert) that land on this rank.
+
+    ids [T, k] --stable sort by expert--> T*k rows --all-to-all--> M rows by (source rank, local expert)
+    --regroup--> M rows by (local expert, source rank) --experts--> M rows --undo regroup--> all-to-all back
+    --undo sort--> [T, k, D] --fp32 weighted sum over k--> [T, D]
+
+Every reordering is a permutation whose backward is the inverse permutation, so gradients never need a scatter-add: the result is
+deterministic on every device.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ExpertsFn = Callable[[Tensor, Tensor], Tensor]
+
+
+class _AllToAllRows(torch.autograd.Function):
+    """Exchange rows of a [rows, D] tensor with uneven splits; the backward is the same exchange with the splits swapped.
+
+    It is a Function (and is called whatever the row counts are) because a collective needs every rank: a rank that sends or receives
+    zero rows must still take part in the backward exchange, or the others wait for it for ever.
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.splits, ctx.group = (send_splits, recv_splits), group
+        out = rows.new_empty((sum(recv_splits), rows.shape[1]))
+        dist.all_to_all_single(out, rows.contiguous(), output_split_sizes=recv_splits, input_split_sizes=send_splits, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        send_splits, recv_splits = ctx.splits
+        out = grad.new_empty((sum(send_splits), grad.shape[1]))
+        dist.all_to_all_single(out, grad.contiguous(), output_split_sizes=send_splits, input_split_sizes=recv_splits, group=ctx.group)
+        return out, None, None, None
+
+
+class _PermuteRows(torch.autograd.Function):
+    """rows[order] for a permutation `order`; the backward gathers with the inverse permutation instead of scattering."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
+
+
+class _CopyTokens(torch.autograd.Function):
+    """x[order // k]: each token k times, in sorted order; the backward undoes the sort and sums a token's k rows (no scatter-add)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse].view(-1, ctx.k, grad.shape[1]).sum(dim=1), None, None, None
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse
+
+
+def _check(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, ranks: int) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"x must be [T, D], got shape {tuple(x.shape)}")
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0]:
+        raise ValueError(f"expert_ids must be [T, k] with T = {x.shape[0]}, got shape {tuple(expert_ids.shape)}")
+    if expert_ids.dtype != torch.int64:
+        raise TypeError(f"expert_ids must be int64, got {expert_ids.dtype}")
+    if weights.shape != expert_ids.shape:
+        raise ValueError(f"weights must have the shape of expert_ids {tuple(expert_ids.shape)}, got {tuple(weights.shape)}")
+    if weights.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"weights must be float32 (float64 in tests), got {weights.dtype}")
+    if num_experts % ranks:
+        raise ValueError(f"num_experts = {num_experts} is not divisible by the expert-parallel size {ranks}")
+
+
+@torch.compiler.disable  # the split sizes are read on the host, so a compiled layer breaks its graph here anyway
+def dispatch_experts(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, experts: ExpertsFn, num_experts: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Run `experts` on the tokens routed to this rank and return every token's weighted sum over its k experts.
+
+    Args:
+        x: [T, D] tokens of this rank; T may differ from rank to rank and may be 0.
+        expert_ids: [T, k] int64 in [0, num_experts).
+        weights: [T, k] float32 routing weights.
+        experts: called as experts(x_sorted [M, D], counts [L] int64) -> [M, D]; rows are grouped by local expert in ascending order,
+            counts[i] rows for local expert i; called with M = 0 too, so that its weights get a gradient (of zeros) on every rank.
+        num_experts: E, over all ranks; rank r holds experts r * L ... (r + 1) * L - 1.
+        group: the expert-parallel process group, or None for one process.
+
+    Returns:
+        y [T, D] in x.dtype (the sum over k is done in float32) and counts [E] int64: rows of this rank's own tokens for each expert.
+
+    Raises:
+        ValueError: wrong shapes, E not divisible by the group's size, or an expert id out of range.
+        TypeError: expert_ids not int64 or weights not float32.
+    """
+    ranks = 1 if group is None else group.size()
+    _check(x, expert_ids, weights, num_experts, ranks)
+    local_experts, k, device = num_experts // ranks, expert_ids.shape[1], x.device
+
+    sorted_ids, order = expert_ids.reshape(-1).sort(stable=True)
+    inverse = _inverse(order)
+    # not bincount: that one reads its maximum on the host, and this function allows itself one host sync
+    edges = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device))
+    counts = edges.diff()
+
+    send = counts.view(ranks, local_experts)
+    recv = send
+    if ranks > 1:
+        recv = torch.empty_like(send)
+        dist.all_to_all_single(recv, send.contiguous(), group=group)
+    # the one host sync of a layer: rows to each rank, rows from each rank
+    send_splits, recv_splits = torch.stack((send.sum(1), recv.sum(1))).tolist()
+    if sum(send_splits) != expert_ids.numel():
+        outside = expert_ids.numel() - sum(send_splits)
+        raise ValueError(f"expert_ids must lie in [0, {num_experts}): {outside} of {expert_ids.numel()} do not")
+
+    rows = _CopyTokens.apply(x, order, inverse, k)
+    if ranks > 1:
+        rows = _AllToAllRows.apply(rows, send_splits, recv_splits, group)
+        expert_of_row = torch.arange(local_experts, device=device).repeat(ranks)
+        expert_of_row = expert_of_row.repeat_interleave(recv.reshape(-1), output_size=sum(recv_splits))
+        regroup = expert_of_row.argsort(stable=True)
+        ungroup = _inverse(regroup)
+        rows = _PermuteRows.apply(rows, regroup, ungroup)
+
+    out = experts(rows, recv.sum(0))
+    if out.shape != rows.shape:
+        raise ValueError(f"experts returned shape {tuple(out.shape)}, want {tuple(rows.shape)}")
+    if rows.shape[0] == 0:
+        out = out + rows.to(out.dtype)  # nothing to add, but it ties `out` to the exchange, so its backward runs on this rank too
+
+    if ranks > 1:
+        out = _PermuteRows.apply(out, ungroup, regroup)
+        out = _AllToAllRows.apply(out, recv_splits, send_splits, group)
+    out = _PermuteRows.apply(out, inverse, order).view(-1, k, x.shape[1])
+    y = (out.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1)
+    return y.to(x.dtype), counts
