@@ -35,8 +35,8 @@ Conventions (`convention=`)
              stays). The convention names how the coefficients are made, not how they are applied: comb enters hc_post by its first
              index here too, where the paper writes H_res x. Hand comb.transpose(-1, -2) to hc_post for the paper's product.
 A column sum runs over the first index (dim -2), a row sum over the last (dim -1). The number of iterations is part of the result:
-rows (v4) are off by up to 1e-4 after 20 iterations at logit std 1 and by up to 5e-2 at std 3. Hence the gradient is that of
-the iterations as they ran, not that of their limit.
+over 4096 random 4 x 4 matrices in fp64, v4's row sums after 20 iterations are off by 1e-6 (median) and 1e-3 (worst) at logit std 1,
+by 2e-4 and 5e-2 at std 3. Hence the gradient is that of the iterations as they ran, not that of their limit.
 
 Types: everything is computed in fp32, or in fp64 if any operand is fp64. Coefficients (mixes, rstd, pre, post, comb) are returned
 in the dtype of computation. Results in the place of streams or of a sublayer's input are cast to the dtype of x (or f) once,

@@ -199,7 +199,7 @@ def test_first_step_is_a_softmax_of_rows_then_columns_for_v4_and_columns_then_ro
 
 
 # At 20 iterations the norm that did not come last still deviates. Bands of the largest deviation over 4096 matrices.
-@pytest.mark.parametrize(("logit_std", "low", "high"), [(1.0, 1e-5, 1e-3), (3.0, 1e-2, 2e-1)])
+@pytest.mark.parametrize(("logit_std", "low", "high"), [(1.0, 1e-5, 5e-3), (3.0, 1e-2, 2e-1)])
 def test_twenty_iterations_are_not_convergence(logit_std: float, low: float, high: float) -> None:
     logits = make_inputs("sinkhorn", MhcShape(1, 4096, 4, 1), dtype=F64, logit_std=logit_std)["logits"]
     v4 = mhc.sinkhorn(logits)
