@@ -1,0 +1,27 @@
+"""The one shared base under the op packages: argument checks, op registration, choice of implementation, launch tables.
+
+It knows no op, and importing it touches no device and does not import Triton.
+"""
+
+from kernel_runtime.checks import check_choice, check_dtype, check_int, check_same, check_shape, check_tensor
+from kernel_runtime.impl import IMPLS, interpreting, run_eager, select_impl
+from kernel_runtime.ops import OpLibrary, eager_vjp
+from kernel_runtime.registry import ModelShape, register_specs, registered_specs
+
+__all__ = [
+    "IMPLS",
+    "ModelShape",
+    "OpLibrary",
+    "check_choice",
+    "check_dtype",
+    "check_int",
+    "check_same",
+    "check_shape",
+    "check_tensor",
+    "eager_vjp",
+    "interpreting",
+    "register_specs",
+    "registered_specs",
+    "run_eager",
+    "select_impl",
+]

@@ -1,0 +1,66 @@
+"""Which implementation a public function runs: the one documented rule.
+
+impl="eager"    the reference itself under plain autograd, on any device: the specification and the honest baseline.
+impl="triton"   the Triton kernel, or a ValueError that says why it cannot run; it never falls back.
+impl="auto"     the registered op: the Triton kernel where one exists for the case and can run (a GPU or NPU tensor, or a CPU tensor
+                under TRITON_INTERPRET=1), the reference inside the op everywhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from kernel_runtime.checks import check_choice
+
+IMPLS = ("auto", "triton", "eager")
+KERNEL_DEVICES = ("cuda", "npu")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@cache
+def interpreting() -> bool:
+    """True if Triton kernels run in its CPU interpreter. Triton reads the variable at import, so it is read once here as well."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@cache
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def select_impl(op: str, impl: str, tensor: torch.Tensor, *, no_kernel: str | None = None) -> str:
+    """The implementation that the registered op runs: "triton" or "eager". See the module's docstring for the rule.
+
+    `no_kernel` says why no kernel covers this case ("no kernel exists yet", "D = 100 is no multiple of 16"), None if one does.
+    ValueError if `impl` is unknown, or is "triton" and the kernel cannot run.
+    """
+    check_choice(op, "impl", impl, IMPLS)
+    reason = no_kernel
+    if reason is None and tensor.dtype == torch.float64:
+        reason = "kernels take bf16, fp16 and fp32; fp64 is for checks with the eager form"
+    if reason is None and tensor.device.type not in KERNEL_DEVICES and not (tensor.device.type == "cpu" and interpreting()):
+        reason = f"the tensors are on {tensor.device}; kernels run on {' and '.join(KERNEL_DEVICES)}, or on CPU under TRITON_INTERPRET=1"
+    if reason is None and not triton_installed():
+        reason = "triton is not installed; install the extra 'cuda' or 'ascend'"
+    if reason is None:
+        return "triton" if impl != "eager" else "eager"
+    if impl == "triton":
+        raise ValueError(f"{op}: impl='triton' cannot run here: {reason}")
+    return "eager"
+
+
+def run_eager(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a reference function with autocast off: the reference chooses its own precision, as the kernels do."""
+    device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return fn(*args, **kwargs)
+    with torch.autocast(device, enabled=False):
+        return fn(*args, **kwargs)

@@ -1,0 +1,110 @@
+"""Registration of ops: one schema, one fake, one eager and one Triton implementation for CPU, CUDA and PrivateUse1.
+
+An op is called inside an autograd.Function (see mhc_ops/README.md, "Anatomy of an op"), so it carries no autograd formula of its own.
+Its schema ends in `str impl`, the result of `select_impl`, and has no default arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from kernel_runtime.impl import run_eager
+
+DISPATCH_KEYS = ("CPU", "CUDA", "PrivateUse1")
+
+
+@cache
+def _load(path: str) -> Callable[..., Any]:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _fresh(out: Any, storages: set[int]) -> Any:
+    """Outputs of a registered op are contiguous and alias no input; a reference may return a view."""
+    if isinstance(out, tuple | list):
+        return tuple(_fresh(o, storages) for o in out)
+    if not isinstance(out, torch.Tensor):
+        return out
+    out = out.detach().contiguous()
+    return out.clone() if out.untyped_storage()._cdata in storages else out
+
+
+def _device_guard(args: Sequence[Any]) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device; a tensor on another one needs a switch, which costs microseconds, so only then."""
+    for a in args:
+        if isinstance(a, torch.Tensor) and a.device.type != "cpu":
+            module = torch.get_device_module(a.device)
+            return module.device(a.device) if module.current_device() != a.device.index else contextlib.nullcontext()
+    return contextlib.nullcontext()
+
+
+class OpLibrary:
+    """The registered ops of one package: `OpLibrary("mhc_ops").register(...)` makes torch.ops.mhc_ops.<name>."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self._lib = torch.library.Library(namespace, "FRAGMENT")
+        self.names: list[str] = []
+
+    def register(self, schema: str, *, fake: Callable, eager: Callable, triton: str | None = None) -> Callable[..., Any]:
+        """Registers `name(...)` of `schema` and returns the callable op.
+
+        fake and eager take the schema's arguments without the last (`impl`); triton is "module:function" with the same arguments,
+        imported at the first call, or None where no kernel exists.
+        """
+        name = schema.split("(", 1)[0]
+
+        def run(*args: Any) -> Any:
+            *args, impl = args
+            if impl == "triton":
+                if triton is None:
+                    raise ValueError(f"{self.namespace}::{name}: no Triton kernel exists yet")
+                with _device_guard(args):
+                    return _load(triton)(*args)
+            out = run_eager(eager, *args)
+            return _fresh(out, {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)})
+
+        self._lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key in DISPATCH_KEYS:
+            self._lib.impl(name, run, key)
+        torch.library.register_fake(f"{self.namespace}::{name}", lambda *args: fake(*args[:-1]), lib=self._lib)
+        self.names.append(name)
+        return getattr(getattr(torch.ops, self.namespace), name).default
+
+
+def eager_vjp(
+    fn: Callable[..., Any],
+    tensors: Sequence[torch.Tensor | None],
+    grads: Sequence[torch.Tensor | None],
+    wanted: Sequence[bool] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of `fn(*tensors)` at `tensors` for the output gradients `grads`, by recomputing the reference under autograd.
+
+    `fn` returns one tensor or a tuple of as many as `grads` has (None = that output has no gradient). An input that is None, not wanted
+    or not reached gets zeros of its shape (an empty tensor for None), so that the op's outputs have shapes known without running it.
+    """
+    wanted = [t is not None and t.is_floating_point() for t in tensors] if wanted is None else wanted
+    # An op's implementation runs below autograd (a dispatch mode such as opcheck's excludes it altogether); the recompute needs it back.
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
+        outs = fn(*leaves)
+        outs = (outs,) if isinstance(outs, torch.Tensor) else outs
+        pairs = [(o, g) for o, g in zip(outs, grads) if g is not None and o.requires_grad]
+        inputs = [leaf for leaf, w in zip(leaves, wanted) if w and leaf is not None]
+        reached = bool(pairs and inputs)
+        found = torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True) if reached else [None] * len(inputs)
+    got = iter(found)
+    result = []
+    for tensor, w in zip(tensors, wanted):
+        g = next(got) if w and tensor is not None else None
+        if tensor is None:
+            result.append(torch.empty(0))
+        else:
+            result.append(torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if g is None else g.detach())
+    return tuple(result)

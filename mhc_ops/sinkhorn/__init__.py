@@ -1,0 +1,1 @@
+"""Sinkhorn normalisation of the stream mixing matrix."""

@@ -1,0 +1,61 @@
+"""Sinkhorn backward: kernel, table of specialisations, launcher, and the specs of both directions for the registry."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from kernel_runtime.registry import ModelShape
+from mhc_ops.sinkhorn.core import sinkhorn_block_bwd
+from mhc_ops.sinkhorn.fwd import forward_spec
+
+BLOCK_TOKENS = 4
+
+
+@triton.jit(do_not_specialize=["T", "eps"])
+def sinkhorn_bwd_kernel(
+    dcomb, logits, dlogits, T, eps,
+    N: tl.constexpr, P: tl.constexpr, ITERS: tl.constexpr, H: tl.constexpr, PAPER: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    i = tl.arange(0, P)
+    on = (t < T)[:, None, None] & (i < N)[None, :, None] & (i < N)[None, None, :]
+    offset = t.to(tl.int64)[:, None, None] * (N * N) + i[None, :, None] * N + i[None, None, :]
+    z = tl.load(logits + offset, mask=on, other=0.0).to(tl.float32)
+    g = tl.load(dcomb + offset, mask=on, other=0.0)
+    g = sinkhorn_block_bwd(z, g, on, eps, ITERS, H, PAPER, BT, P)
+    tl.store(dlogits + offset, g.to(dlogits.dtype.element_ty), mask=on)
+
+
+@cache
+def backward_spec(dtype: torch.dtype, n: int, iters: int, convention: str) -> Spec:
+    pointer = f"*{TRITON_DTYPE[dtype]}"
+    return Spec(
+        sinkhorn_bwd_kernel,
+        types={"dcomb": "*fp32", "logits": pointer, "dlogits": pointer, "T": "i32", "eps": "fp32"},
+        consts={
+            "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": triton.next_power_of_2(iters),
+            "PAPER": convention == "paper", "BT": BLOCK_TOKENS,
+        },
+        num_warps=1,
+        hot=True,
+    )  # fmt: skip
+
+
+def sinkhorn_bwd(dcomb: torch.Tensor, logits: torch.Tensor, iters: int, eps: float, convention: str) -> torch.Tensor:
+    logits, dcomb = logits.contiguous(), dcomb.contiguous()
+    n = logits.shape[-1]
+    dlogits = torch.empty_like(logits)
+    tokens = logits.numel() // (n * n)
+    if tokens:
+        spec = backward_spec(logits.dtype, n, iters, convention)
+        spec.launch((triton.cdiv(tokens, BLOCK_TOKENS),), dcomb, logits, dlogits, tokens, eps)
+    return dlogits
+
+
+def specs(shape: ModelShape) -> Iterator[Spec]:
+    for spec in (forward_spec, backward_spec):
+        yield spec(torch.float32, shape.hc_mult, shape.sinkhorn_iters, "v4")

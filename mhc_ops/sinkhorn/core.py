@@ -1,0 +1,120 @@
+"""The Sinkhorn iterations of a block of tokens, in registers: device functions shared by the sinkhorn and the gates kernels.
+
+Tensors are [BT, P, P] with P the power of two at or above N; `on` marks the N x N part. Padding holds 0 in scale space and -inf in the
+log domain, so it adds nothing to a sum, and the guarded divisions below keep it there.
+Only sums are kept for the backward (2 * iters * P values a token), never a matrix: each matrix is rebuilt from the next one by
+multiplying by the sums ("v4"), or from the logits and the accumulated log sums ("paper"). The sums live in tensors
+[H, BT, P], H the power of two at or above iters, written one slot at a time with `where`: rolled loops, no scratch memory, and
+nothing that Ascend's Triton 3.2 lacks.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _columns(m, on, eps):
+    """1 / (column sum + eps); 1 for a padding column, whose sum would be 0 with eps = 0"""
+    s = tl.sum(m, 1)
+    return tl.where(tl.max(on.to(tl.int32), 1) > 0, s + eps, 1.0)
+
+
+@triton.jit
+def _rows(m, on, eps):
+    s = tl.sum(m, 2)
+    return tl.where(tl.max(on.to(tl.int32), 2) > 0, s + eps, 1.0)
+
+
+@triton.jit
+def _softmax_start(logits, on, eps):
+    z = tl.where(on, logits, float("-inf"))
+    z = tl.exp(z - tl.max(tl.where(on, logits, -3.0e38), 2)[:, :, None])
+    z = tl.where(on, z, 0.0)
+    s = tl.sum(z, 2)
+    s = tl.where(s > 0.0, s, 1.0)
+    return z * (1.0 / s)[:, :, None]
+
+
+@triton.jit
+def _log_sum(z, on, AXIS: tl.constexpr):
+    """logsumexp along AXIS over the N x N part; 0 for a padding row or column"""
+    z = tl.where(on, z, -3.0e38)
+    top = tl.max(z, AXIS)
+    s = tl.sum(tl.where(on, tl.exp(z - tl.expand_dims(top, AXIS)), 0.0), AXIS)
+    return tl.where(s > 0.0, top + tl.log(tl.where(s > 0.0, s, 1.0)), 0.0)
+
+
+@triton.jit
+def sinkhorn_block(logits, on, eps, ITERS: tl.constexpr, PAPER: tl.constexpr):
+    """comb [BT, P, P] of logits [BT, P, P]; 0 in the padding"""
+    if PAPER:
+        # log comb = logits - u (rows) - v (columns): subtracting from the logits themselves keeps +-1e4 exact
+        u = tl.sum(tl.where(on, 0.0, 0.0), 2)
+        v = tl.sum(tl.where(on, 0.0, 0.0), 1)
+        for _ in range(ITERS):
+            v = _log_sum(logits - u[:, :, None], on, 1)
+            u = _log_sum(logits - v[:, None, :], on, 2)
+        m = tl.where(on, tl.exp(logits - v[:, None, :] - u[:, :, None]), 0.0)
+    else:
+        m = tl.where(on, _softmax_start(logits, on, eps) + eps, 0.0)
+        m = m * (1.0 / _columns(m, on, eps))[:, None, :]
+        for _ in range(ITERS - 1):
+            m = m * (1.0 / _rows(m, on, eps))[:, :, None]
+            m = m * (1.0 / _columns(m, on, eps))[:, None, :]
+    return m
+
+
+@triton.jit
+def sinkhorn_block_bwd(logits, dm, on, eps, ITERS: tl.constexpr, H: tl.constexpr, PAPER: tl.constexpr, BT: tl.constexpr, P: tl.constexpr):
+    """dlogits [BT, P, P] from dm = d(loss)/d(comb). H >= ITERS is a power of two."""
+    h = tl.arange(0, H)[:, None, None]
+    row_hist = tl.zeros((H, BT, P), tl.float32)
+    col_hist = tl.zeros((H, BT, P), tl.float32)
+    dm = tl.where(on, dm, 0.0)
+    if PAPER:
+        # u, v are what _log_sum gave: log comb = logits - u - v at every half step. Gradients below are those of log comb.
+        u = tl.zeros((BT, P), tl.float32)
+        v = tl.zeros((BT, P), tl.float32)
+        for i in range(ITERS):
+            v = _log_sum(logits - u[:, :, None], on, 1)
+            u = _log_sum(logits - v[:, None, :], on, 2)
+            row_hist = tl.where(h == i, u[None, :, :], row_hist)
+            col_hist = tl.where(h == i, v[None, :, :], col_hist)
+        g = dm * tl.where(on, tl.exp(logits - v[:, None, :] - u[:, :, None]), 0.0)
+        for j in range(ITERS):
+            i = ITERS - 1 - j
+            u = tl.sum(tl.where(h == i, row_hist, 0.0), 0)
+            v = tl.sum(tl.where(h == i, col_hist, 0.0), 0)
+            m = tl.where(on, tl.exp(logits - v[:, None, :] - u[:, :, None]), 0.0)
+            g -= m * tl.sum(g, 2)[:, :, None]
+            before = tl.sum(tl.where(h == i - 1, row_hist, 0.0), 0)  # u of the previous iteration, 0 before the first
+            m = tl.where(on, tl.exp(logits - v[:, None, :] - before[:, :, None]), 0.0)
+            g -= m * tl.sum(g, 1)[:, None, :]
+        return tl.where(on, g, 0.0)
+    else:
+        soft = _softmax_start(logits, on, eps)
+        m = tl.where(on, soft + eps, 0.0)
+        c = _columns(m, on, eps)
+        m = m * (1.0 / c)[:, None, :]
+        col_hist = tl.where(h == 0, c[None, :, :], col_hist)
+        for i in range(1, ITERS):
+            r = _rows(m, on, eps)
+            m = m * (1.0 / r)[:, :, None]
+            c = _columns(m, on, eps)
+            m = m * (1.0 / c)[:, None, :]
+            row_hist = tl.where(h == i, r[None, :, :], row_hist)
+            col_hist = tl.where(h == i, c[None, :, :], col_hist)
+        # m = a / s with s = sum(a) + eps along one index: da = (dm - sum(dm * m)) / s, and a = m * s
+        g = dm
+        for j in range(ITERS - 1):
+            i = ITERS - 1 - j
+            c = tl.sum(tl.where(h == i, col_hist, 0.0), 0)
+            g = (g - tl.sum(g * m, 1)[:, None, :]) * (1.0 / c)[:, None, :]
+            m = m * c[:, None, :]
+            r = tl.sum(tl.where(h == i, row_hist, 0.0), 0)
+            g = (g - tl.sum(g * m, 2)[:, :, None]) * (1.0 / r)[:, :, None]
+            m = m * r[:, :, None]
+        c = tl.sum(tl.where(h == 0, col_hist, 0.0), 0)
+        g = (g - tl.sum(g * m, 1)[:, None, :]) * (1.0 / c)[:, None, :]
+        g = tl.where(on, g, 0.0)
+        return soft * (g - tl.sum(g * soft, 2)[:, :, None])
