@@ -97,8 +97,9 @@ def eager_vjp(
         outs = (outs,) if isinstance(outs, torch.Tensor) else outs
         pairs = [(o, g) for o, g in zip(outs, grads) if g is not None and o.requires_grad]
         inputs = [leaf for leaf, w in zip(leaves, wanted) if w and leaf is not None]
-        reached = bool(pairs and inputs)
-        found = torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True) if reached else [None] * len(inputs)
+        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        if pairs and inputs:
+            found = torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
     got = iter(found)
     result = []
     for tensor, w in zip(tensors, wanted):
