@@ -1,0 +1,254 @@
+"""Parallelism of the trainer: FSDP2 over all ranks for the dense parameters, expert parallelism x FSDP2 for the experts.
+
+    mesh "fsdp"            all W ranks                     dense parameters, sharded on dim 0
+    mesh "efsdp" x "ep"    W = efsdp * ep, ep innermost    experts [E, ...]: dim 0 (the expert) over ep, dim 1 over efsdp
+
+Every parameter is thus sharded over all W ranks, exactly once. The rules that keep the numbers right:
+
+- Gradients are SUMMED, never averaged: every loss is a local sum divided by the global number of valid tokens, so the sum over ranks
+  is the gradient of the global mean. FSDP's default division (by the size of its own mesh) would leave expert gradients ep times too
+  large.
+- `ep` has a process group of its own. By default a mesh axis as large as the world shares the WORLD group with FSDP, and the experts'
+  all-to-all would queue behind FSDP's all-gathers.
+- The fp32 islands are FSDP units of their own with an fp32 policy, so that a bf16 policy on the layers does not cast them. No unit casts
+  its inputs: a layer also gets the fp32 rope tables, and the model casts where it means to.
+"""
+
+import datetime
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Replicate
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Where this process stands: its device and the meshes. Make it with `init_parallel`, end it with `shutdown`."""
+
+    device: torch.device
+    rank: int
+    world: int
+    fsdp: DeviceMesh
+    sparse: DeviceMesh
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup:
+        return self.sparse.get_group("ep")
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The distinct process groups in use, the world's first."""
+        found = [dist.group.WORLD, self.fsdp.get_group(), self.sparse.get_group("efsdp"), self.ep_group]
+        return list({group.group_name: group for group in found}.values())
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the accelerator torch finds, else the CPU; with several processes a host each takes the one of its LOCAL_RANK."""
+    if name == "npu" or (name == "auto" and not torch.cuda.is_available()):
+        try:
+            import torch_npu  # noqa: F401  (registers the "npu" device with torch)
+        except ImportError as error:
+            if name == "npu":
+                raise ValueError("device = npu needs the torch_npu package, which is not installed here") from error
+    kind = name
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator()
+        kind = accelerator.type if accelerator is not None and accelerator.type in BACKENDS else "cpu"
+    if kind not in BACKENDS:
+        raise ValueError(f"device must be auto, cpu, cuda or npu, got {name!r}")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not getattr(torch, kind).is_available():
+        raise ValueError(f"device = {kind} was asked for, but torch finds none here")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def init_parallel(device: torch.device, ep: int, timeout_s: float) -> Parallel:
+    """Join the process group (the launcher's, or one of a single process) and build the meshes.
+
+    Args:
+        device: of this process; decides the backend (gloo, NCCL, HCCL).
+        ep: expert-parallel size; must divide the number of processes. -1 = all of them.
+        timeout_s: seconds a collective may take before the process gives up; see `set_timeouts`.
+    """
+    backend, timeout = BACKENDS[device.type], datetime.timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:  # started alone: a group of one process
+            store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="train_example_"), "store"), 1)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    world = dist.get_world_size()
+    ep = world if ep == -1 else ep
+    if ep < 1 or world % ep:
+        raise ValueError(f"ep = {ep} does not divide the {world} processes; expert parallelism needs processes = efsdp * ep")
+    fsdp = init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
+    sparse = init_device_mesh(device.type, (world // ep, ep), mesh_dim_names=("efsdp", "ep"), backend_override={"ep": backend})
+    parallel = Parallel(device, dist.get_rank(), world, fsdp, sparse)
+    check_groups_differ(parallel)
+    return parallel
+
+
+def check_groups_differ(parallel: Parallel) -> None:
+    """Raise if the expert-parallel group is one of FSDP's: its all-to-all would wait behind FSDP's all-gathers."""
+    ep = parallel.ep_group.group_name
+    for name, group in (("fsdp", parallel.fsdp.get_group()), ("efsdp", parallel.sparse.get_group("efsdp"))):
+        if group.group_name == ep:
+            raise RuntimeError(f"the ep group is the {name} group {ep!r}; the experts' all-to-all needs a group of its own")
+
+
+def set_timeouts(parallel: Parallel, seconds: float) -> None:
+    """Set how long a collective may take. Long before the first step (kernels compile, maybe on one rank alone), short after it."""
+    for group in parallel.groups():
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+def shutdown() -> None:
+    """Wait for every rank, then take the groups down (a rank that leaves early makes the others' last collective fail)."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def check_experts(num_experts: int, parallel: Parallel) -> None:
+    ep = parallel.sparse.size(1)
+    if num_experts % ep:
+        raise ValueError(f"ep = {ep} does not divide the {num_experts} experts; every rank must hold the same number of them")
+
+
+def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, param_dtype: torch.dtype, recompute: str = "none") -> None:
+    """Shard `model` in place: experts over (efsdp, ep), then the fp32 islands, then each layer, then the root.
+
+    Args:
+        model: DeepSeekV4, usually on the meta device; `model.layers[i].moe` has `experts` (stacked weights [E, ...]) and `ep_group`.
+        islands: modules whose parameters stay fp32 in the forward pass whatever `param_dtype` is.
+        param_dtype: of the parameters in the forward pass; master weights and the gradient reduction stay fp32.
+        recompute: "none", or "layer" to recompute each layer's activations in the backward pass.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for moe in moe_modules(model):
+        _shard_experts(moe.experts, parallel)
+        moe.ep_group = parallel.ep_group
+        efsdp = parallel.sparse["efsdp"]
+        fully_shard(moe.experts, mesh=efsdp, mp_policy=policy, shard_placement_fn=lambda param: Shard(1))
+    for module in islands:
+        fully_shard(module, mesh=parallel.fsdp, mp_policy=fp32)
+    for layer in layer_modules(model):
+        if recompute == "layer":
+            recompute_in_backward(layer)
+        fully_shard(layer, mesh=parallel.fsdp, mp_policy=policy)
+    fully_shard(model, mesh=parallel.fsdp, mp_policy=policy)
+    sum_gradients(model)
+
+
+def layer_modules(model: nn.Module) -> list[nn.Module]:
+    """The units that are sharded, recomputed and compiled one by one: the layers and the MTP block."""
+    return [*model.layers, *model.mtp]
+
+
+def moe_modules(model: nn.Module) -> list[nn.Module]:
+    """In the order of `expert_counts` in the model's output."""
+    return [module for module in model.modules() if hasattr(module, "ep_group")]
+
+
+def _shard_experts(experts: nn.Module, parallel: Parallel) -> None:
+    for name, param in list(experts.named_parameters(recurse=False)):
+        efsdp = parallel.sparse.size(0)
+        if param.dim() < 2 or param.shape[1] % efsdp:
+            raise ValueError(f"expert weight {name} {tuple(param.shape)}: dim 1 must exist and be divisible by efsdp = {efsdp}")
+        sharded = distribute_tensor(param.data, parallel.sparse["ep"], [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make every FSDP unit sum its gradients. Factor 1.0 alone asks for PREMUL_SUM, which gloo and HCCL lack: hence forced SUM."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def recompute_in_backward(layer: nn.Module) -> None:
+    """Keep only the layer's inputs and run its forward again in the backward pass. Names in the state dict do not change."""
+    inner = layer.forward
+
+    def forward(*args, **kwargs):
+        return torch.utils.checkpoint.checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    layer.forward = forward
+
+
+def broadcast_parameters(model: nn.Module, full_state: dict[str, Tensor] | None, parallel: Parallel) -> None:
+    """Fill the sharded parameters and persistent buffers of `model` from rank 0's full state dict (None on the other ranks).
+
+    One tensor at a time, so no rank but 0 ever holds more than one full tensor.
+    """
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    if parallel.rank == 0 and set(state) != set(full_state or {}):
+        raise ValueError(f"state dict does not fit the model: differing names {sorted(set(state) ^ set(full_state or {}))[:8]}")
+    for name, target in state.items():
+        if parallel.rank == 0:
+            full = full_state[name].detach().to(parallel.device, target.dtype).contiguous()
+            if full.shape != target.shape:
+                raise ValueError(f"{name}: shape {tuple(full.shape)} in the state dict, {tuple(target.shape)} in the model")
+        else:
+            full = torch.empty(target.shape, dtype=target.dtype, device=parallel.device)
+        dist.broadcast(full, src=0)
+        if isinstance(target, DTensor):
+            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None).to_local()
+            target = target.to_local()
+        with torch.no_grad():
+            target.copy_(full)
+
+
+def check_buffers_equal(model: nn.Module) -> None:
+    """Raise if a buffer (hash-router table, rope tables) differs from rank 0's: ranks would then route or rotate differently."""
+    for name, buffer in model.named_buffers():
+        reference = buffer.detach().clone().contiguous()
+        dist.broadcast(reference, src=0)
+        same = torch.tensor(float(torch.equal(reference, buffer)), device=buffer.device)
+        dist.all_reduce(same, op=dist.ReduceOp.MIN)
+        if not same.item():
+            raise RuntimeError(f"buffer {name} is not the same on every rank")
+
+
+def gradient_sumsq(params: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
+    """Squared gradient norm of the dense and of the expert parameters, each summed over this rank's shards: two fp32 scalars.
+
+    Every parameter is sharded over all ranks exactly once (checked), so the sum over all ranks is the squared norm of the whole.
+    """
+    sums: list[Tensor | None] = [None, None]
+    for param in params:
+        if param.grad is None:
+            continue
+        grad = param.grad
+        if isinstance(grad, DTensor):
+            sharded = [p for p, n in zip(grad.placements, grad.device_mesh.shape) if n > 1]
+            if any(isinstance(p, Replicate) or p.is_partial() for p in sharded):
+                raise RuntimeError(f"gradient with placements {grad.placements} is not fully sharded; ranks would count it twice")
+            local, expert = grad.to_local(), int(grad.device_mesh.ndim > 1)
+        else:
+            raise RuntimeError("gradient of a parameter that is not sharded; every rank would count it")
+        square = local.float().square().sum()  # an empty shard (a parameter smaller than the mesh) gives 0
+        sums[expert] = square if sums[expert] is None else sums[expert] + square
+    zero = torch.zeros((), device=next((s.device for s in sums if s is not None), None))
+    return tuple(s if s is not None else zero for s in sums)
+
+
+def scale_gradients(params: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply every local gradient shard by `factor`, whatever its mesh."""
+    for param in params:
+        if param.grad is not None:
+            (param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad).mul_(factor)

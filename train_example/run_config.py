@@ -1,0 +1,246 @@
+"""Settings of a run: one frozen dataclass, the command line made from it, and config files.
+
+Precedence: defaults < `--config FILE` (JSON or TOML) < command line. Unknown keys are refused, never ignored.
+Sizes of the model are settings too: `--model tiny --model.hidden_size 128`, or in a file a table `model` with `preset` and overrides.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+import sys
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from train_example.config import PRESETS, ModelConfig
+
+IMPLS = ("auto", "eager", "triton")
+RECOMPUTE = ("none", "layer", "mhc", "cross-layer")
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message is meant for the person who typed it and needs no traceback."""
+
+
+def _setting(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Every setting of a run; `metadata["help"]` of a field is its line in `--help`."""
+
+    out: str = _setting("runs/default", "folder of the run: config.json, train.log, metrics.jsonl, curves.png, checkpoints")
+    overwrite: bool = _setting(False, "delete an earlier run in that folder first")
+    preset: str = _setting("tiny", "sizes of the model before single ones are changed", tuple(PRESETS))
+    model: ModelConfig = field(default=PRESETS["tiny"], metadata={"help": "sizes of the model", "choices": None})
+
+    data: str = _setting("", "text file or folder of files, read as bytes; empty = the language reference that ships with Python")
+    eval_fraction: float = _setting(0.1, "share of the text, taken from its end, that is held out; 0 to 0.5")
+    seq_len: int = _setting(128, "tokens of a sequence (1 token = 1 byte)")
+    batch: int = _setting(8, "sequences a process takes in one forward pass")
+    accumulate: int = _setting(1, "forward and backward passes a step; a step sees processes x accumulate x batch sequences")
+
+    steps: int = _setting(300, "optimizer steps of the whole run, those before a resume included")
+    lr: float = _setting(4e-3, "peak learning rate of AdamW")
+    min_lr: float = _setting(0.1, "learning rate of the last step, as a share of the peak (cosine in between)")
+    warmup_steps: int = _setting(20, "steps of linear warmup of the learning rate")
+    weight_decay: float = _setting(0.1, "AdamW's decoupled weight decay, on matrices alone")
+    beta1: float = _setting(0.9, "AdamW's decay of the first moment, per step")
+    beta2: float = _setting(0.95, "AdamW's decay of the second moment, per step")
+    adam_eps: float = _setting(1e-8, "AdamW's epsilon")
+    clip: float = _setting(1.0, "largest global gradient norm; -1 = no clipping (the norm is still logged)")
+    seed: int = _setting(0, "seed of the weights and of the order of the data")
+
+    device: str = _setting("auto", "auto = the accelerator torch finds, else the CPU", ("auto", "cpu", "cuda", "npu"))
+    ep: int = _setting(-1, "processes that share a layer's experts; must divide processes and experts; -1 = all of them")
+    tp: int = _setting(1, "tensor parallelism: not supported, must stay 1")
+    pp: int = _setting(1, "pipeline parallelism: not supported, must stay 1")
+    dtype: str = _setting("fp32", "of the forward's parameters; master weights, gradient sums and islands are fp32", ("fp32", "bf16"))
+    impl: str = _setting("auto", "of the ops: Triton kernels, the eager reference, or kernels where there are some", IMPLS)
+    deterministic: bool = _setting(False, "torch.use_deterministic_algorithms: same seed, same bits on an accelerator too")
+    compile: bool = _setting(False, "torch.compile each layer")
+    recompute: str = _setting("none", "what the backward pass computes again instead of keeping", RECOMPUTE)
+    swap_optimizer: bool = _setting(False, "keep AdamW's moments in host memory (saves 8 bytes a parameter on the accelerator)")
+
+    eval_every: int = _setting(100, "steps between evaluations on the held-out text; -1 = after the last step alone; 0 = never")
+    eval_sequences: int = _setting(-1, "held-out sequences an evaluation reads; -1 = all")
+    save_every: int = _setting(-1, "steps between checkpoints; -1 = after the last step alone; 0 = never")
+    keep: int = _setting(2, "checkpoints to keep, the newest ones; -1 = all")
+    resume: str = _setting("", "checkpoint folder to go on from; 'latest' = the newest of this run; empty = start afresh")
+    log_every: int = _setting(10, "steps between printed lines (metrics.jsonl has every step)")
+    profile: str = _setting("", "START:END, steps to trace with torch.profiler, START included and END not; empty = none")
+    startup_timeout: float = _setting(1800.0, "seconds a collective may take until the first step is done (kernels compile)")
+    step_timeout: float = _setting(300.0, "seconds a collective may take after that")
+    peak_tflops: float = _setting(-1.0, "peak of one device in TFLOP/s at the forward's dtype, for MFU; -1 = look the device up")
+
+    def __post_init__(self) -> None:
+        reasons = {
+            "tp": "the indexer sums scores over all heads, so heads cannot be split over processes",
+            "pp": "stages would be uneven: the layer kinds differ in cost, and the MTP block reads the embedding and the head",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name) != 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: not supported ({reason}); use more processes, or ep, instead")
+        if self.recompute in ("mhc", "cross-layer"):
+            raise ConfigError(f"recompute = {self.recompute} does not exist yet; recompute = layer does")
+        for name in ("seq_len", "batch", "accumulate", "steps", "log_every", "lr", "startup_timeout", "step_timeout", "adam_eps"):
+            self._need(getattr(self, name) > 0, name, "a number above 0")
+        for name in ("warmup_steps", "weight_decay", "min_lr", "seed"):
+            self._need(getattr(self, name) >= 0, name, "0 or more")
+        for name in ("beta1", "beta2"):
+            self._need(0 <= getattr(self, name) < 1, name, "in [0, 1)")
+        for name in ("ep", "keep", "eval_sequences"):
+            self._need(getattr(self, name) >= 1 or getattr(self, name) == -1, name, "1 or more, or -1")
+        for name in ("eval_every", "save_every"):
+            self._need(getattr(self, name) >= -1, name, "1 or more, 0 (never) or -1 (after the last step)")
+        self._need(self.clip > 0 or self.clip == -1, "clip", "above 0, or -1 for no clipping")
+        self._need(0 <= self.eval_fraction <= 0.5, "eval_fraction", "0 to 0.5")
+        self._need(self.model.vocab_size >= 257, "model.vocab_size", "257 or more: 256 bytes and the end-of-file token")
+        for item in dataclasses.fields(self):
+            choices = item.metadata["choices"]
+            self._need(choices is None or getattr(self, item.name) in choices, item.name, f"one of {', '.join(choices or ())}")
+        self.profile_range()
+
+    def _need(self, holds: bool, name: str, wanted: str) -> None:
+        if not holds:
+            value = self.model.vocab_size if name == "model.vocab_size" else getattr(self, name)
+            raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+
+    def profile_range(self) -> range:
+        """The steps to trace, empty for none."""
+        if not self.profile:
+            return range(0)
+        start, colon, end = self.profile.partition(":")
+        if not (colon and start.isdigit() and end.isdigit() and int(start) < int(end)):
+            raise ConfigError(f"profile must be START:END with START < END, for example 5:8, got {self.profile!r}")
+        return range(int(start), int(end))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` and `--config` read back."""
+        plain = dataclasses.asdict(self)
+        plain["model"] = {"preset": plain.pop("preset"), **plain["model"]}
+        return plain
+
+
+def from_dict(settings: dict[str, Any], source: str) -> RunConfig:
+    """Build a RunConfig; `source` names the file or command line in error messages."""
+    settings = dict(settings)
+    model = settings.pop("model", {})
+    model = {"preset": model} if isinstance(model, str) else dict(model)
+    preset = model.pop("preset", settings.pop("preset", "tiny"))
+    if preset not in PRESETS:
+        raise ConfigError(f"{source}: model preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    kwargs = _checked(RunConfig, settings, source, "")
+    overrides = _checked(ModelConfig, model, source, "model.")
+    try:
+        return RunConfig(preset=preset, model=dataclasses.replace(PRESETS[preset], **overrides), **kwargs)
+    except ConfigError:
+        raise
+    except ValueError as error:  # ModelConfig's own checks
+        raise ConfigError(str(error)) from error
+
+
+def _types(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {item.name: hints[item.name] for item in dataclasses.fields(cls) if item.name not in ("model", "preset")}
+
+
+def _checked(cls: type, settings: dict[str, Any], source: str, prefix: str) -> dict[str, Any]:
+    """Refuse unknown keys and wrong types; give ints where a float is wanted, tuples for lists."""
+    types, out = _types(cls), {}
+    for key, value in settings.items():
+        if key not in types:
+            near = difflib.get_close_matches(key, types, n=1)
+            raise ConfigError(f"{source}: unknown setting {prefix}{key}" + (f"; did you mean {prefix}{near[0]}?" if near else ""))
+        want = types[key]
+        if want is float and type(value) is int:
+            value = float(value)
+        if typing.get_origin(want) is tuple:
+            if not isinstance(value, (list, tuple)) or any(type(v) is not int for v in value):
+                raise ConfigError(f"{source}: {prefix}{key} must be a list of integers, got {value!r}")
+            value = tuple(value)
+        elif type(value) is not want:
+            raise ConfigError(f"{source}: {prefix}{key} must be of type {want.__name__}, got {value!r}")
+        out[key] = value
+    return out
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Settings from a JSON or TOML file."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"config file {path} does not exist")
+    try:
+        if file.suffix == ".toml":
+            return tomllib.loads(file.read_text())
+        if file.suffix == ".json":
+            return json.loads(file.read_text())
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"config file {path}: {error}") from error
+    raise ConfigError(f"config file {path} must end in .json or .toml")
+
+
+def integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _add_options(parser: argparse._ArgumentGroup, cls: type, prefix: str) -> None:
+    types = _types(cls)
+    for item in dataclasses.fields(cls):
+        if item.name not in types:
+            continue
+        name = f"--{prefix}{item.name}".replace("_", "-")
+        kind, default = types[item.name], item.default
+        text = f"{item.metadata['help']} (default: {default!r})".replace("%", "%%")
+        options: dict[str, Any] = {"dest": f"{prefix}{item.name}", "default": argparse.SUPPRESS, "help": text}
+        if kind is bool:
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, **options)
+        elif typing.get_origin(kind) is tuple:
+            parser.add_argument(name, type=integers, metavar="N,N,...", **options)
+        else:
+            choices = item.metadata.get("choices")
+            parser.add_argument(name, type=kind, choices=choices, metavar=None if choices else kind.__name__.upper(), **options)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        """One line that says what is wrong; the usage of 60 options would bury it."""
+        raise ConfigError(f"{message}; see --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    out = _Parser(prog="python -m train_example.train", description=__doc__, allow_abbrev=False, formatter_class=raw)
+    out.add_argument("--config", metavar="FILE", help="JSON or TOML file of settings; the config.json of a run folder is one")
+    run = out.add_argument_group("run")
+    preset = {"dest": "preset", "choices": tuple(PRESETS), "default": argparse.SUPPRESS}
+    run.add_argument("--model", "--preset", help="sizes of the model before single ones are changed (default: 'tiny')", **preset)
+    _add_options(run, RunConfig, "")
+    _add_options(out.add_argument_group("model (defaults are those of tiny)"), ModelConfig, "model.")
+    return out
+
+
+def parse(argv: list[str] | None = None) -> RunConfig:
+    """RunConfig from a command line (without the program's name); ConfigError for anything that cannot work.
+
+    `--seq_len` means `--seq-len`: names in config files have underscores, and either may be typed.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    argv = [re.sub(r"^--[\w.-]+", lambda name: name[0].replace("_", "-"), arg) for arg in argv]
+    options = vars(parser().parse_args(argv))
+    path = options.pop("config", None)
+    settings = read_file(path) if path else {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"config file {path} must hold one table of settings")
+    from_dict(settings, f"config file {path}")  # names the file in its own mistakes
+    model = settings.pop("model", {})
+    model = {"preset": model} if isinstance(model, str) else dict(model)
+    if "preset" in options:
+        model["preset"] = options.pop("preset")
+    for key in [key for key in options if key.startswith("model.")]:
+        model[key.removeprefix("model.")] = options.pop(key)
+    return from_dict({**settings, **options, "model": model}, "command line")
