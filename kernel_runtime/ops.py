@@ -60,8 +60,8 @@ class OpLibrary:
         """
         name = schema.split("(", 1)[0]
 
-        def run(*args: Any) -> Any:
-            *args, impl = args
+        def run(*arguments: Any) -> Any:
+            *args, impl = arguments
             if impl == "triton":
                 if triton is None:
                     raise ValueError(f"{self.namespace}::{name}: no Triton kernel exists yet")

@@ -46,13 +46,11 @@ at the end. Matrix products run with autocast off; on a GPU they follow torch.se
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Convention = Literal["v4", "paper"]
+Convention = str  # "v4" or "paper"
 
 __all__ = [
     "hc_expand",
