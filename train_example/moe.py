@@ -1,0 +1,164 @@
+"""Mixture of experts of DeepSeek-V4: two routers, stacked routed experts, one shared expert.
+
+Shape letters: T tokens, D hidden size, E experts, L experts held by this rank, k experts a token, I hidden width of an expert,
+M rows (token, expert) that land on this rank's experts.
+
+    score   = sqrt(softplus(x @ gate^T)) [T, E], fp32
+    chosen  = top-k of score + bias (the bias balances the load and enters nothing else), or, in the first layers, table[token id]
+    weight  = routed_scale * score[chosen] / sum of score[chosen]
+    y       = sum over chosen of weight * expert(x) + shared(x)
+    expert(x) = down(silu(min(gate(x), limit)) * clip(up(x), -limit, limit))
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from train_example.config import ModelConfig
+from train_example.dispatch import dispatch_experts
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """silu(gate) * up, gate clipped above at limit and up on both sides."""
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+class Router(nn.Module):
+    """Scores and weights; a subclass chooses the experts. Everything in the gate's dtype, fp32."""
+
+    fp32_island = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.config = config
+
+    def init_weights(self, std: float) -> None:
+        nn.init.normal_(self.weight, std=std)
+
+    def choose(self, scores: Tensor, token_ids: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D], token_ids [T] -> expert ids [T, k] int64, weights [T, k] fp32."""
+        # The floor keeps the square root's slope finite where softplus underflows; it is far below any score that matters.
+        scores = F.softplus(F.linear(x.to(self.weight.dtype), self.weight)).clamp_min(1e-30).sqrt()
+        chosen = self.choose(scores.detach(), token_ids)
+        weights = scores.gather(1, chosen)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scale
+        return chosen, weights
+
+
+class TopKRouter(Router):
+    """The k best of score + e_score_correction_bias. The bias is a buffer [E] fp32: no gradient, saved with the weights."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("e_score_correction_bias", torch.empty(config.num_experts))
+
+    def init_weights(self, std: float) -> None:
+        super().init_weights(std)
+        nn.init.zeros_(self.e_score_correction_bias)
+
+    def choose(self, scores: Tensor, token_ids: Tensor) -> Tensor:
+        return (scores + self.e_score_correction_bias).topk(self.config.experts_per_token, sorted=False).indices
+
+
+class HashRouter(Router):
+    """Experts by token id, from a fixed table tid2eid [vocabulary, k] int64 (a non-persistent buffer, made from the config alone)."""
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__(config)
+        self.layer_index = layer_index
+        self.register_buffer("tid2eid", torch.empty(config.vocab_size, config.experts_per_token, dtype=torch.int64), persistent=False)
+
+    def init_buffers(self, device: torch.device | None) -> None:
+        self.tid2eid = hash_table(self.config, self.layer_index).to(device)
+
+    def choose(self, scores: Tensor, token_ids: Tensor) -> Tensor:
+        return self.tid2eid[token_ids]
+
+
+def hash_table(config: ModelConfig, layer_index: int) -> Tensor:
+    """[vocabulary, k] int64 on the CPU: k distinct experts for every token id, every expert used, the same in every process.
+
+    Random permutations of the experts are cut into rows of k. Each second permutation is the one before it reversed, so the
+    remainder that a cut leaves over comes first in the next.
+    """
+    V, E, k = config.vocab_size, config.num_experts, config.experts_per_token
+    rows = E // k
+    pairs = -(-V // (2 * rows))
+    generator = torch.Generator().manual_seed(config.hash_seed * 1_000_003 + layer_index)
+    permutation = torch.rand(pairs, E, generator=generator, device="cpu").argsort(1)
+    both = torch.stack((permutation, permutation.flip(1)), 1)
+    return both[..., : rows * k].reshape(-1, k)[:V].contiguous()
+
+
+class Experts(nn.Module):
+    """Stacked routed experts: w_gate_up [E, 2I, D] (gate first), w_down [E, D, I].
+
+    The trainer may shard dim 0 over the expert-parallel mesh; then a rank holds L of the E experts.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        E, D, width = config.num_experts, config.hidden_size, config.expert_dim
+        self.w_gate_up = nn.Parameter(torch.empty(E, 2 * width, D))
+        self.w_down = nn.Parameter(torch.empty(E, D, width))
+        self.limit = config.swiglu_limit
+
+    def init_weights(self, std: float) -> None:
+        nn.init.normal_(self.w_gate_up, std=std)
+        nn.init.normal_(self.w_down, std=std)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [M, D], rows of local expert 0 first, counts [L] int64 rows of each -> [M, D] in the same order.
+
+        An expert with no row still takes part, so its gradient is zero and not missing.
+        """
+        gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w_gate_up, self.w_down))
+        if counts.shape[0] != gate_up.shape[0]:
+            raise ValueError(f"counts has {counts.shape[0]} entries, want one for each of the {gate_up.shape[0]} experts held here")
+        out = []
+        # unbind has one backward for all experts; indexing would make a gradient of the whole stack for each.
+        for rows, w_in, w_out in zip(x.split(counts.tolist()), gate_up.unbind(), down.unbind()):
+            gate, up = F.linear(rows, w_in).chunk(2, -1)
+            out.append(F.linear(swiglu(gate, up, self.limit), w_out))
+        return torch.cat(out)
+
+
+class SharedExpert(nn.Module):
+    """The expert every token goes to."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.expert_dim, bias=False)
+        self.up = nn.Linear(config.hidden_size, config.expert_dim, bias=False)
+        self.down = nn.Linear(config.expert_dim, config.hidden_size, bias=False)
+        self.limit = config.swiglu_limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate(x), self.up(x), self.limit))
+
+
+class MoE(nn.Module):
+    """One MoE site. ep_group: the expert-parallel process group, set by the trainer; None keeps every expert in this process."""
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.router = HashRouter(config, layer_index) if layer_index < config.num_hash_layers else TopKRouter(config)
+        self.experts = Experts(config)
+        self.shared = SharedExpert(config)
+        self.ep_group: ProcessGroup | None = None
+
+    def forward(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, S, D], token_ids [B, S] -> y [B, S, D], counts [E] int64: rows this rank's tokens sent to each expert."""
+        tokens = x.flatten(0, -2)
+        chosen, weights = self.router(tokens, token_ids.flatten())
+        routed, counts = dispatch_experts(tokens, chosen, weights, self.experts, self.num_experts, self.ep_group)
+        return routed.view_as(x) + self.shared(x), counts
