@@ -1,0 +1,1 @@
+"""Gated softmax pooling of keys into compressed entries."""

@@ -1,0 +1,440 @@
+"""The public functions of sparse_attn as ops: registration, one graph, checkpointing, strides, empty inputs, refusals.
+
+Numbers are the reference's, tested in test_reference_sparse_attn.py and test_reference_compress.py.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import sparse_attn
+from reference.cases.sparse_attn import (
+    ATTENTION_CASES,
+    COMPRESS_CASES,
+    AttentionCase,
+    CompressCase,
+    attention_inputs,
+    compress_inputs,
+    cu_seqlens_of,
+)
+from reference.compress import compress_kv as reference_compress
+from reference.sparse_attn import sparse_attn_shared_kv as reference_attention
+from sparse_attn import compress_kv, compressed_cu_seqlens, lse_with_sink, lse_without_sink, sparse_attn_shared_kv
+from sparse_attn.compress import op as compress_op
+from sparse_attn.shared_kv import op as attention_op
+
+DIFFERENTIABLE = ("q", "ori_kv", "cmp_kv", "sinks", "kv", "gate", "position_bias")
+ATTENTION = {case.name: case for case in ATTENTION_CASES}
+COMPRESS = {case.name: case for case in COMPRESS_CASES}
+LOW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+SOME_ATTENTION = pytest.mark.parametrize("name", ["swa", "swa_pack", "cfa", "cfa_pack_longer_keys", "scfa", "scfa_pack_offset"])
+SOME_COMPRESS = pytest.mark.parametrize("name", ["plain", "plain_pack", "overlap", "overlap_pack"])
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code():
+    yield
+    torch.compiler.reset()
+
+
+def leaves(inputs):
+    return [inputs[name].requires_grad_() for name in DIFFERENTIABLE if name in inputs]
+
+
+def cotangent(like, seed=99):
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.dtype)
+
+
+def fresh(maker, case, dtype=torch.float32, seed=1):
+    inputs = maker(case, seed=seed, dtype=dtype)
+    return inputs, leaves(inputs)
+
+
+def gradients(fn, inputs, tensors, **more):
+    out = fn(**inputs, **more)
+    out = out[0] if isinstance(out, tuple) else out
+    return out.detach(), torch.autograd.grad(out, tensors, cotangent(out))
+
+
+def assert_equal(got, want):
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == w.dtype
+        torch.testing.assert_close(g, w, rtol=0, atol=0)
+
+
+def assert_same_run(a, b):
+    assert_equal([a[0], *a[1]], [b[0], *b[1]])
+
+
+# --- the op equals the reference ---------------------------------------------------------------------------------------------
+
+
+@LOW
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_equals_reference(name, dtype):
+    inputs, tensors = fresh(attention_inputs, ATTENTION[name], dtype)
+    assert_same_run(gradients(sparse_attn_shared_kv, inputs, tensors), gradients(reference_attention, inputs, tensors))
+    flags = {"return_lse": True, "return_cmp_probs": ATTENTION[name].mode == "scfa"}
+    got, want = sparse_attn_shared_kv(**inputs, **flags), reference_attention(**inputs, **flags)
+    assert_equal(got, want)
+    assert got[0].requires_grad and not any(x.requires_grad for x in got[1:])
+    eager = gradients(sparse_attn_shared_kv, inputs, tensors, impl="eager")
+    assert_same_run(eager, gradients(sparse_attn_shared_kv, inputs, tensors, deterministic=True))
+
+
+@LOW
+@pytest.mark.parametrize("name", COMPRESS)
+def test_compress_equals_reference(name, dtype):
+    inputs, tensors = fresh(compress_inputs, COMPRESS[name], dtype)
+    assert_same_run(gradients(compress_kv, inputs, tensors), gradients(reference_compress, inputs, tensors))
+    assert_same_run(gradients(compress_kv, inputs, tensors), gradients(compress_kv, inputs, tensors, impl="eager"))
+
+
+def test_results_asked_for():
+    inputs = attention_inputs(ATTENTION["scfa"])
+    assert isinstance(sparse_attn_shared_kv(**inputs), torch.Tensor)
+    assert [len(sparse_attn_shared_kv(**inputs, return_lse=a, return_cmp_probs=b)) for a, b in ((1 == 1, False), (True, True))] == [2, 3]
+    out, probs = sparse_attn_shared_kv(**inputs, return_cmp_probs=True)
+    assert probs.shape == inputs["cmp_indices"].shape and out.shape == inputs["q"].shape
+
+
+# --- registration ------------------------------------------------------------------------------------------------------------
+
+
+def attention_op_args(case, dtype=torch.float32):
+    inputs = attention_inputs(case, seed=2, dtype=dtype)
+    tensors = [inputs.get(name) for name in ("q", "ori_kv", "cmp_kv", "cmp_indices", "sinks")]
+    cu_q = inputs.get("cu_seqlens_q")
+    cu_ori = inputs.get("cu_seqlens_ori", cu_q)
+    cu_cmp = None if cu_q is None or case.mode == "swa" else compressed_cu_seqlens(cu_ori, case.cmp_ratio)
+    offset = inputs.get("q_offset")
+    offsets = (offset, None) if torch.is_tensor(offset) else (None, offset)
+    options = [cu_q, cu_ori, cu_cmp, *offsets, 0.25, inputs.get("cmp_ratio", 0), case.window]
+    return tensors, options
+
+
+@pytest.mark.parametrize("name", [
+    "swa", "swa_none_window", "cfa", "cfa_offset_tensor", "cfa_pack", "scfa", "scfa_no_sinks", "scfa_pack_offset"
+])  # fmt: skip
+def test_opcheck_attention(name):
+    tensors, options = attention_op_args(ATTENTION[name])
+    args = (*tensors, *options, ATTENTION[name].mode == "scfa", "eager")
+    torch.library.opcheck(attention_op.FORWARD, args)
+    out, lse, _ = attention_op.FORWARD(*args)
+    torch.library.opcheck(attention_op.BACKWARD, (cotangent(out), *tensors, out, lse, *options, False, "eager"))
+
+
+@SOME_COMPRESS
+def test_opcheck_compress(name):
+    inputs = compress_inputs(COMPRESS[name], seed=2)
+    tensors = [inputs[n] for n in ("kv", "gate", "position_bias")]
+    options = (inputs["ratio"], inputs["overlap"], inputs.get("cu_seqlens"), "eager")
+    torch.library.opcheck(compress_op.FORWARD, (*tensors, *options))
+    out = compress_op.FORWARD(*tensors, *options)
+    torch.library.opcheck(compress_op.BACKWARD, (cotangent(out), *tensors, *options))
+
+
+# --- torch.compile and checkpointing -----------------------------------------------------------------------------------------
+
+
+@LOW
+@SOME_ATTENTION
+def test_attention_in_one_graph(name, dtype):
+    inputs, tensors = fresh(attention_inputs, ATTENTION[name], dtype)
+    compiled = torch.compile(sparse_attn_shared_kv, fullgraph=True, backend="aot_eager")
+    assert_same_run(gradients(compiled, inputs, tensors, return_lse=True), gradients(sparse_attn_shared_kv, inputs, tensors))
+
+
+@SOME_COMPRESS
+def test_compress_in_one_graph(name):
+    inputs, tensors = fresh(compress_inputs, COMPRESS[name])
+    compiled = torch.compile(compress_kv, fullgraph=True, backend="aot_eager")
+    assert_same_run(gradients(compiled, inputs, tensors), gradients(compress_kv, inputs, tensors))
+
+
+def test_a_changed_length_recompiles_once_at_most():
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(sparse_attn_shared_kv, fullgraph=True, backend=backend)
+    for S in (9, 12, 15, 18, 23):
+        inputs = attention_inputs(replace(ATTENTION["scfa"], S=S, S2=S), seed=3)
+        torch.testing.assert_close(compiled(**inputs), sparse_attn_shared_kv(**inputs))
+    assert len(graphs) <= 2  # the first length, then any
+
+
+def test_helpers_in_one_graph():
+    lse = torch.tensor([[1.0, -torch.inf, 2.0], [0.5, 3.0, -1.0]])
+    sinks = torch.tensor([0.25, -torch.inf, 2.5])
+    cu = cu_seqlens_of((5, 0, 9))
+
+    def all_three(lse, sinks, cu):
+        return lse_without_sink(lse, sinks), lse_with_sink(lse, sinks), compressed_cu_seqlens(cu, 4)
+
+    assert_equal(torch.compile(all_three, fullgraph=True, backend="aot_eager")(lse, sinks, cu), all_three(lse, sinks, cu))
+
+
+@pytest.mark.parametrize("name", ["swa_pack", "cfa", "scfa", "scfa_pack"])
+def test_attention_under_checkpointing(name):
+    inputs, tensors = fresh(attention_inputs, ATTENTION[name])
+
+    def saved(**kwargs):
+        return checkpoint(lambda: sparse_attn_shared_kv(**kwargs, return_lse=True)[0], use_reentrant=False)
+
+    assert_same_run(gradients(saved, inputs, tensors), gradients(sparse_attn_shared_kv, inputs, tensors))
+
+
+@pytest.mark.parametrize("name", ["plain", "overlap_pack"])
+def test_compress_under_checkpointing(name):
+    inputs, tensors = fresh(compress_inputs, COMPRESS[name])
+
+    def saved(**kwargs):
+        return checkpoint(lambda: compress_kv(**kwargs), use_reentrant=False)
+
+    assert_same_run(gradients(saved, inputs, tensors), gradients(compress_kv, inputs, tensors))
+
+
+def test_double_backward_is_refused():
+    inputs, tensors = fresh(attention_inputs, ATTENTION["scfa"])
+    (dq,) = torch.autograd.grad(sparse_attn_shared_kv(**inputs).square().sum(), tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+    inputs, tensors = fresh(compress_inputs, COMPRESS["overlap"])
+    (dkv,) = torch.autograd.grad(compress_kv(**inputs).square().sum(), tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dkv.sum().backward()
+
+
+def test_only_lse_used_and_single_inputs_frozen():
+    inputs = attention_inputs(ATTENTION["scfa"], seed=4)
+    want, tensors = fresh(attention_inputs, ATTENTION["scfa"], seed=4)
+    _, grads = gradients(sparse_attn_shared_kv, want, tensors)
+    for name, grad in zip((n for n in DIFFERENTIABLE if n in inputs), grads):
+        alone = {**inputs, name: inputs[name].clone().requires_grad_()}
+        assert_equal(gradients(sparse_attn_shared_kv, alone, [alone[name]])[1], [grad])
+    assert not sparse_attn_shared_kv(**want, return_lse=True)[1].requires_grad
+
+
+def test_autocast_changes_nothing():
+    inputs, tensors = fresh(attention_inputs, ATTENTION["scfa"])
+    want = gradients(sparse_attn_shared_kv, inputs, tensors)
+    for impl in ("auto", "eager"):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = sparse_attn_shared_kv(**inputs, impl=impl)
+        # autograd runs outside, as PyTorch asks for
+        assert_same_run((out.detach(), torch.autograd.grad(out, tensors, cotangent(out))), want)
+
+
+# --- strides and empty inputs ------------------------------------------------------------------------------------------------
+
+
+def _permuted(x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _sliced(x):
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), 7, dtype=x.dtype)
+    wide[..., 1:-2] = x.detach()
+    return wide[..., 1:-2]
+
+
+@pytest.mark.parametrize("view", [_permuted, _sliced], ids=["permuted", "sliced"])
+@pytest.mark.parametrize("maker, fn, case", [
+    (attention_inputs, sparse_attn_shared_kv, ATTENTION["scfa"]),
+    (attention_inputs, sparse_attn_shared_kv, ATTENTION["cfa_pack"]),
+    (compress_inputs, compress_kv, COMPRESS["overlap"]),
+    (compress_inputs, compress_kv, COMPRESS["plain_pack"]),
+], ids=["scfa", "cfa_pack", "overlap", "plain_pack"])  # fmt: skip
+def test_any_strides(maker, fn, case, view):
+    inputs, tensors = fresh(maker, case)
+    strided = {name: view(x.detach()) if torch.is_tensor(x) else x for name, x in inputs.items()}
+    got, want = gradients(fn, strided, leaves(strided)), gradients(fn, inputs, tensors)
+    for g, w in zip([got[0], *got[1]], [want[0], *want[1]], strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-6)  # a product may sum in another order
+
+
+def test_expanded_inputs():
+    inputs, _ = fresh(attention_inputs, replace(ATTENTION["scfa"], B=1))
+    batch = {name: x.detach() if torch.is_tensor(x) else x for name, x in inputs.items()}
+    expanded = {name: x.expand(2, *x.shape[1:]) if torch.is_tensor(x) and x.dim() > 1 else x for name, x in batch.items()}
+    copied = {name: x.clone() if torch.is_tensor(x) else x for name, x in expanded.items()}
+    assert_same_run(*(gradients(sparse_attn_shared_kv, x, leaves(x)) for x in (expanded, copied)))
+    out = sparse_attn_shared_kv(**copied)
+    assert_equal(
+        torch.autograd.grad(out, [copied["q"]], cotangent(out)[:, :1, :1, :1].expand_as(out)),
+        torch.autograd.grad(out := sparse_attn_shared_kv(**copied), [copied["q"]], cotangent(out)[:, :1, :1, :1].expand_as(out).clone()),
+    )
+
+
+@pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
+@pytest.mark.parametrize("empty", ["B", "S", "T", "K", "keys"])
+def test_empty_attention(mode, empty):
+    case = AttentionCase("", mode)
+    if empty == "T":
+        case = replace(case, docs_q=(0, 0))
+    elif empty == "keys":
+        case = replace(case, S=3, S2=0, q_offset=2)
+    else:
+        case = replace(case, **{empty: 0})
+    inputs, tensors = fresh(attention_inputs, case)
+    out, grads = gradients(sparse_attn_shared_kv, inputs, tensors)
+    assert out.shape == inputs["q"].shape
+    assert all(g.shape == t.shape and g.isfinite().all() for g, t in zip(grads, tensors))
+    lse = sparse_attn_shared_kv(**inputs, return_lse=True)[1]
+    assert lse.shape == out.shape[:-1]
+    if empty == "keys":
+        assert (out == 0).all() and torch.equal(lse, inputs["sinks"].detach().expand_as(lse))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("empty", ["B", "S", "T"])
+def test_empty_compress(overlap, empty):
+    case = CompressCase("", 4, overlap)
+    inputs, tensors = fresh(compress_inputs, replace(case, docs=(0,)) if empty == "T" else replace(case, **{empty: 0}))
+    out, grads = gradients(compress_kv, inputs, tensors)
+    assert out.shape == (*inputs["kv"].shape[:-2], inputs["kv"].shape[-2] // 4, case.D)
+    assert all((g == 0).all() for g in grads)
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------------
+
+i32 = torch.int32
+ATTENTION_ERRORS = {
+    "q is no tensor": ({"q": [1.0]}, TypeError, r"q must be a torch.Tensor, got list"),
+    "q int": ({"q": torch.zeros(2, 13, 3, 16, dtype=i32)}, TypeError, r"q has dtype int32, wanted bfloat16, float16, float32"),
+    "q rank": ({"q": torch.zeros(13, 3, 16)}, ValueError, r"q has shape \[13, 3, 16\], wanted \[B, S, N, D\]"),
+    "too many heads": ({"q": torch.zeros(2, 13, 129, 16)}, ValueError, r"N = 129 heads, wanted 1 to 128"),
+    "no head": ({"q": torch.zeros(2, 13, 0, 16)}, ValueError, r"N = 0 heads"),
+    "no channel": ({"q": torch.zeros(2, 13, 3, 0), "ori_kv": torch.zeros(2, 13, 0)}, ValueError, r"D = 0 channels"),
+    "kv dtype": ({"ori_kv": torch.zeros(2, 13, 16, dtype=torch.bfloat16)}, TypeError, r"ori_kv has dtype bfloat16 but q has float32"),
+    "kv device": ({"ori_kv": torch.zeros(2, 13, 16, device="meta")}, ValueError, r"ori_kv is on meta but q is on cpu"),
+    "kv channels": ({"ori_kv": torch.zeros(2, 13, 8)}, ValueError, r"ori_kv has shape \[2, 13, 8\], wanted \[2, S2, 16\]"),
+    "kv batch": ({"ori_kv": torch.zeros(1, 13, 16)}, ValueError, r"ori_kv has shape \[1, 13, 16\], wanted \[2, S2, 16\]"),
+    "cmp dtype": ({"cmp_kv": torch.zeros(2, 3, 16, dtype=torch.float16)}, TypeError, r"cmp_kv has dtype float16 but q has float32"),
+    "cmp length": ({"cmp_kv": torch.zeros(2, 4, 16)}, ValueError, r"S3 = 4 entries, wanted S2 // cmp_ratio = 13 // 4 = 3"),
+    "indices int64": ({"cmp_indices": torch.zeros(2, 13, 5, dtype=torch.int64)}, TypeError, r"cmp_indices has dtype int64, wanted int32"),
+    "indices shape": ({"cmp_indices": torch.zeros(2, 12, 5, dtype=i32)}, ValueError, r"cmp_indices has shape .* wanted \[2, 13, K\]"),
+    "indices alone": ({"cmp_kv": None}, ValueError, r"cmp_indices without cmp_kv"),
+    "indices device": ({"cmp_indices": torch.zeros(2, 13, 5, dtype=i32, device="meta")}, ValueError, r"cmp_indices is on meta"),
+    "no ratio": ({"cmp_ratio": None}, ValueError, r"cmp_kv needs cmp_ratio"),
+    "ratio 0": ({"cmp_ratio": 0}, ValueError, r"cmp_ratio must be at least 1, got 0"),
+    "ratio negative": ({"cmp_ratio": -4}, ValueError, r"cmp_ratio must be at least 1, got -4"),
+    "ratio negative, nothing compressed": (
+        {"cmp_kv": None, "cmp_indices": None, "cmp_ratio": -1}, ValueError, r"cmp_ratio must be at least 0, got -1",
+    ),
+    "ratio float": ({"cmp_ratio": 4.0}, TypeError, r"cmp_ratio must be an int, got float"),
+    "window 0": ({"window": 0}, ValueError, r"window must be at least 1, got 0"),
+    "window negative": ({"window": -1}, ValueError, r"window must be at least 1, got -1"),
+    "window float": ({"window": 2.5}, TypeError, r"window must be an int, got float"),
+    "scale": ({"softmax_scale": "1"}, TypeError, r"softmax_scale must be a float or None, got str"),
+    "sinks dtype": ({"sinks": torch.zeros(3, dtype=torch.bfloat16)}, TypeError, r"sinks has dtype bfloat16, wanted float32"),
+    "sinks shape": ({"sinks": torch.zeros(4)}, ValueError, r"sinks has shape \[4\], wanted \[3\]"),
+    "offset float": ({"q_offset": 1.0}, TypeError, r"q_offset must be an int, an int32 tensor or None, got float"),
+    "offset int64": ({"q_offset": torch.zeros(2, dtype=torch.int64)}, TypeError, r"q_offset has dtype int64, wanted int32"),
+    "offset shape": ({"q_offset": torch.zeros(3, dtype=i32)}, ValueError, r"q_offset has shape \[3\], wanted \[2\]"),
+    "probs without indices": ({"cmp_indices": None, "return_cmp_probs": True}, ValueError, r"return_cmp_probs=True needs cmp_indices"),
+    "ori cuts alone": ({"cu_seqlens_ori": torch.tensor([0, 13], dtype=i32)}, ValueError, r"cu_seqlens_ori without cu_seqlens_q"),
+    "cmp cuts alone": ({"cu_seqlens_cmp": torch.tensor([0, 3], dtype=i32)}, ValueError, r"cu_seqlens_cmp without cu_seqlens_q"),
+    "deterministic": ({"deterministic": 1}, TypeError, r"deterministic must be True or False, got int"),
+    "return_lse": ({"return_lse": None}, TypeError, r"return_lse must be True or False, got NoneType"),
+    "impl": ({"impl": "cuda"}, ValueError, r"impl must be one of 'auto', 'triton', 'eager', got 'cuda'"),
+}  # fmt: skip
+PACK_ERRORS = {
+    "rank": ({"q": torch.zeros(1, 25, 3, 16)}, ValueError, r"q has shape .* wanted \[T, N, D\]"),
+    "cuts int64": ({"cu_seqlens_q": torch.tensor([0, 25])}, TypeError, r"cu_seqlens_q has dtype int64, wanted int32"),
+    "cuts list": ({"cu_seqlens_q": [0, 25]}, TypeError, r"cu_seqlens_q must be a torch.Tensor, got list"),
+    "cuts rank": ({"cu_seqlens_q": torch.zeros(2, 2, dtype=i32)}, ValueError, r"cu_seqlens_q has shape \[2, 2\], wanted \[doc"),
+    "cuts device": ({"cu_seqlens_q": torch.zeros(5, dtype=i32, device="meta")}, ValueError, r"cu_seqlens_q is on meta but q is on cpu"),
+    "other documents": ({"cu_seqlens_ori": torch.zeros(3, dtype=i32)}, ValueError, r"cu_seqlens_ori has 3 elements but cu_seqlens_q has 5"),
+    "other cmp documents": ({"cu_seqlens_cmp": torch.zeros(4, dtype=i32)}, ValueError, r"cu_seqlens_cmp has 4 elements"),
+    "cmp cuts without cmp": (
+        {"cmp_kv": None, "cmp_indices": None, "cu_seqlens_cmp": torch.zeros(5, dtype=i32)}, ValueError, r"cu_seqlens_cmp without cmp_kv",
+    ),
+    "rows": ({"ori_kv": torch.zeros(30, 16)}, ValueError, r"ori_kv has 30 rows but q has 25; without cu_seqlens_ori"),
+    "offset length": ({"q_offset": torch.zeros(5, dtype=i32)}, ValueError, r"q_offset has shape \[5\], wanted \[4\]"),
+}  # fmt: skip
+COMPRESS_ERRORS = {
+    "kv int": ({"kv": torch.zeros(2, 13, 12, dtype=i32)}, TypeError, r"kv has dtype int32"),
+    "kv rank": ({"kv": torch.zeros(13, 12)}, ValueError, r"kv has shape \[13, 12\], wanted \[B, S, C \* D\]"),
+    "gate dtype": ({"gate": torch.zeros(2, 13, 12, dtype=torch.bfloat16)}, TypeError, r"gate has dtype bfloat16 but kv has float32"),
+    "gate shape": ({"gate": torch.zeros(2, 12, 12)}, ValueError, r"gate has shape \[2, 12, 12\], wanted \[2, 13, 12\]"),
+    "bias dtype": ({"position_bias": torch.zeros(4, 12, dtype=torch.float64)}, TypeError, r"position_bias has dtype float64"),
+    "bias shape": ({"position_bias": torch.zeros(4, 6)}, ValueError, r"position_bias has shape \[4, 6\], wanted \[4, 12\]"),
+    "odd channels": ({"kv": torch.zeros(2, 13, 11)}, ValueError, r"kv has 11 channels, wanted an even number"),
+    "no channel": ({"kv": torch.zeros(2, 13, 0)}, ValueError, r"kv has 0 channels"),
+    "ratio 0": ({"ratio": 0}, ValueError, r"ratio must be at least 1, got 0"),
+    "ratio bool": ({"ratio": True}, TypeError, r"ratio must be an int, got bool"),
+    "overlap": ({"overlap": 1}, TypeError, r"overlap must be True or False, got int"),
+    "cuts and batch": ({"cu_seqlens": torch.tensor([0, 13], dtype=i32)}, ValueError, r"kv has shape .* wanted \[T, C \* D\]"),
+    "impl": ({"impl": "fast"}, ValueError, r"impl must be one of"),
+}
+
+
+@pytest.mark.parametrize("change, error, message", ATTENTION_ERRORS.values(), ids=ATTENTION_ERRORS)
+@pytest.mark.parametrize("impl", ["auto", "eager"])
+def test_attention_refuses(change, error, message, impl):
+    inputs = {**attention_inputs(ATTENTION["scfa"] if "S2" in change else replace(ATTENTION["scfa"], S=13, S2=13)), "impl": impl}
+    with pytest.raises(error, match="sparse_attn_shared_kv: .*" + message):
+        sparse_attn_shared_kv(**{**inputs, **change})
+
+
+@pytest.mark.parametrize("change, error, message", PACK_ERRORS.values(), ids=PACK_ERRORS)
+def test_packed_attention_refuses(change, error, message):
+    inputs = attention_inputs(ATTENTION["scfa_pack"])  # 4 documents, 25 tokens
+    with pytest.raises(error, match="sparse_attn_shared_kv: .*" + message):
+        sparse_attn_shared_kv(**{**inputs, **change})
+
+
+@pytest.mark.parametrize("change, error, message", COMPRESS_ERRORS.values(), ids=COMPRESS_ERRORS)
+def test_compress_refuses(change, error, message):
+    inputs = compress_inputs(COMPRESS["overlap"])
+    with pytest.raises(error, match="compress_kv: .*" + message):
+        compress_kv(**{**inputs, **change})
+
+
+def test_packed_compress_refuses():
+    inputs = compress_inputs(COMPRESS["plain_pack"])
+    with pytest.raises(TypeError, match=r"compress_kv: cu_seqlens has dtype int64, wanted int32"):
+        compress_kv(**{**inputs, "cu_seqlens": inputs["cu_seqlens"].long()})
+    with pytest.raises(ValueError, match=r"compress_kv: cu_seqlens is on meta but kv is on cpu"):
+        compress_kv(**{**inputs, "cu_seqlens": inputs["cu_seqlens"].to("meta")})
+
+
+def test_helpers_refuse():
+    lse, sinks = torch.zeros(4, 3), torch.zeros(3)
+    for fn in (lse_with_sink, lse_without_sink):
+        with pytest.raises(TypeError, match=rf"{fn.__name__}: lse has dtype bfloat16, wanted float32"):
+            fn(lse.bfloat16(), sinks)
+        with pytest.raises(TypeError, match=rf"{fn.__name__}: sinks has dtype float64 but lse has float32"):
+            fn(lse, sinks.double())
+        with pytest.raises(ValueError, match=rf"{fn.__name__}: sinks has shape \[2\], wanted \[3\]"):
+            fn(lse, sinks[:2])
+    with pytest.raises(TypeError, match=r"compressed_cu_seqlens: cu_seqlens has dtype int64"):
+        compressed_cu_seqlens(torch.tensor([0, 4]), 4)
+    with pytest.raises(ValueError, match=r"compressed_cu_seqlens: ratio must be at least 1, got 0"):
+        compressed_cu_seqlens(cu_seqlens_of((4,)), 0)
+
+
+def test_ratio_0_without_compressed_entries_compresses_nothing():
+    inputs = attention_inputs(ATTENTION["swa"])
+    assert torch.equal(sparse_attn_shared_kv(**inputs, cmp_ratio=0), sparse_attn_shared_kv(**inputs))
+
+
+def test_triton_is_refused_where_it_cannot_run():
+    wide = attention_inputs(ATTENTION["scfa"], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"sparse_attn_shared_kv: impl='triton' cannot run here"):
+        sparse_attn_shared_kv(**wide, impl="triton")
+    with pytest.raises(ValueError, match=r"compress_kv: impl='triton' cannot run here"):
+        compress_kv(**compress_inputs(COMPRESS["plain"], dtype=torch.float64), impl="triton")
+
+
+def test_everything_public_is_exported():
+    assert sorted(sparse_attn.__all__) == sorted(
+        ["sparse_attn_shared_kv", "compress_kv", "compressed_cu_seqlens", "lse_with_sink", "lse_without_sink"]
+    )
+    assert all(callable(getattr(sparse_attn, name)) for name in sparse_attn.__all__)
