@@ -50,7 +50,7 @@ def compress_kv(
         shift = torch.maximum(own_logit.detach().amax(2, keepdim=True), last_logit.detach().amax(2, keepdim=True))
         own, last = (own_logit - shift).exp(), (last_logit - shift).exp()
         pooled = ((own * own_kv).sum(2) + (last * last_kv).sum(2)) / (own.sum(2) + last.sum(2))
-    if cu_seqlens is None:
+    if exists is None:
         return pooled.to(kv.dtype)
     return pooled[0].masked_fill(~exists, 0.0).to(kv.dtype)
 

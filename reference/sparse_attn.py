@@ -127,8 +127,10 @@ def sparse_attn_shared_kv(
     B, S, N, D = q4.shape
     device = q.device
     scale = D**-0.5 if softmax_scale is None else softmax_scale
+    ratio = cmp_ratio or 0  # used with cmp_kv alone, where a forgotten one divides by zero
 
-    if packed:
+    offset: int | Tensor
+    if cu_seqlens_q is not None:
         cu_ori = cu_seqlens_q if cu_seqlens_ori is None else cu_seqlens_ori
         document = _packed_rows(cu_seqlens_q, S)
         q_start, q_length = _start_and_length(cu_seqlens_q, document)
@@ -142,11 +144,12 @@ def sparse_attn_shared_kv(
             offset = q_offset
         position, ori_start, ori_length = (index + offset)[None], ori_start[None], ori_length[None]
         if cmp is not None:
-            cu_cmp = compressed_cu_seqlens(cu_ori, cmp_ratio) if cu_seqlens_cmp is None else cu_seqlens_cmp
+            cu_cmp = compressed_cu_seqlens(cu_ori, ratio) if cu_seqlens_cmp is None else cu_seqlens_cmp
             cmp_start, cmp_length = (x[None] for x in _start_and_length(cu_cmp, document))
     else:
         offset = ori.shape[1] - S if q_offset is None else q_offset
-        offset = offset.long()[:, None] if isinstance(offset, Tensor) else offset
+        if isinstance(offset, Tensor):
+            offset = offset.long()[:, None]
         position = (torch.arange(S, device=device) + offset).expand(B, S)
         ori_start, ori_length = torch.zeros_like(position), torch.full_like(position, ori.shape[1])
         if cmp is not None:
@@ -158,9 +161,9 @@ def sparse_attn_shared_kv(
         finite_sinks = torch.where(all_in_sink, 0.0, sinks)  # such a head sees no key below; any finite sink does
 
     # Past ori_kv's length a window reaches every key: then one product with all rows replaces a gather of each.
-    gather_window = window is not None and window < ori.shape[1]
-    slots = (window if gather_window else 0) + (0 if indices is None else indices.shape[-1])
-    dense = (0 if gather_window else ori.shape[1]) + (cmp.shape[1] if cmp is not None and indices is None else 0)
+    gathered = window if window is not None and window < ori.shape[1] else 0
+    slots = gathered + (0 if indices is None else indices.shape[-1])
+    dense = (0 if gathered else ori.shape[1]) + (cmp.shape[1] if cmp is not None and indices is None else 0)
     chunk = max(1, _CHUNK_ELEMENTS // max(1, B * (slots * max(N, D) + dense * N)))
 
     outs, lses, probs = [], [], []
@@ -168,8 +171,8 @@ def sparse_attn_shared_kv(
         part = slice(begin, min(begin + chunk, S))
         qc, t = q4[:, part], position[:, part]
         start, length = ori_start[:, part], ori_length[:, part]
-        if gather_window:
-            rows, seen = _window_rows(t, start, length, window)
+        if gathered:
+            rows, seen = _window_rows(t, start, length, gathered)
             sources = [(_gather(ori, rows, seen), seen)]
         else:
             key = torch.arange(ori.shape[1], device=device) - start[..., None]
@@ -179,7 +182,7 @@ def sparse_attn_shared_kv(
             sources = [(ori, seen)]
         if cmp is not None:
             start, length = cmp_start[:, part, None], cmp_length[:, part, None]
-            visible = torch.minimum(torch.div(t[..., None] + 1, cmp_ratio, rounding_mode="floor"), length)
+            visible = torch.minimum(torch.div(t[..., None] + 1, ratio, rounding_mode="floor"), length)
             entry = torch.arange(cmp.shape[1], device=device) - start if indices is None else indices[:, part]
             seen = (entry >= 0) & (entry < visible)
             sources.append((cmp if indices is None else _gather(cmp, start + entry, seen), seen))
@@ -198,7 +201,7 @@ def sparse_attn_shared_kv(
         mass = weight.sum(-1, keepdim=True)
         p = weight / torch.where(mass == 0, 1.0, mass)
         p_of_source = p[..., 1:].split([c.shape[-1] for c in columns[1:]], -1)
-        outs.append(sum(_weighted(ps, keys) for ps, (keys, _) in zip(p_of_source, sources)))
+        outs.append(torch.stack([_weighted(ps, keys) for ps, (keys, _) in zip(p_of_source, sources)]).sum(0))
         if return_lse:
             lse = (mass.detach().log() + shift)[..., 0]
             lses.append(lse if sinks is None else torch.where(all_in_sink, math.inf, lse))
@@ -206,10 +209,9 @@ def sparse_attn_shared_kv(
             probs.append(p_of_source[1].detach().mean(2))
 
     results = [torch.cat(outs, 1).to(q.dtype)]
-    aux_dtype = dtype  # fp32, or fp64 where the whole computation is
     if return_lse:
-        results.append(torch.cat(lses, 1).to(aux_dtype))
+        results.append(torch.cat(lses, 1))
     if return_cmp_probs:
-        results.append(torch.cat(probs, 1).to(aux_dtype))
+        results.append(torch.cat(probs, 1))
     results = [x[0] for x in results] if packed else results
     return results[0] if len(results) == 1 else tuple(results)

@@ -6,7 +6,9 @@ same numbers on every device and in every dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +44,13 @@ class AttentionCase:
     @property
     def key_lengths(self) -> tuple[int, ...]:
         """Original keys of every sequence or document."""
-        if self.packed:
+        if self.docs_q is not None:
             return self.docs_q if self.docs_ori is None else self.docs_ori
         return (self.S if self.S2 is None else self.S2,) * self.B
 
     @property
     def query_lengths(self) -> tuple[int, ...]:
-        return self.docs_q if self.packed else (self.S,) * self.B
+        return self.docs_q if self.docs_q is not None else (self.S,) * self.B
 
 
 ATTENTION_CASES = (
@@ -99,11 +101,10 @@ def query_positions(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor]:
         offset = case.q_offset[g] if isinstance(case.q_offset, tuple) else case.q_offset
         positions.append(torch.arange(queries) + (keys - queries if offset is None else offset))
     position = torch.cat(positions)
-    keys, queries = (torch.tensor(x, dtype=torch.int64) for x in (case.key_lengths, case.query_lengths))
-    keys = keys.repeat_interleave(queries)
+    length = torch.tensor(case.key_lengths, dtype=torch.int64).repeat_interleave(torch.tensor(case.query_lengths, dtype=torch.int64))
     if not case.packed:
-        position, keys = position.view(case.B, case.S), keys.view(case.B, case.S)
-    return position, keys, keys // case.cmp_ratio
+        position, length = position.view(case.B, case.S), length.view(case.B, case.S)
+    return position, length, length // case.cmp_ratio
 
 
 def mixed_indices(position: Tensor, entries: Tensor, K: int, cmp_ratio: int, generator: torch.Generator) -> Tensor:
@@ -140,22 +141,24 @@ def topk_indices(position: Tensor, entries: Tensor, K: int, cmp_ratio: int, gene
 
 def attention_inputs(
     case: AttentionCase, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Keyword arguments of sparse_attn_shared_kv. Sinks are fp32 (fp64 with dtype fp64, for gradient checks)."""
     generator = torch.Generator().manual_seed(seed)
-    if case.packed:
-        queries, keys = (sum(case.docs_q),), (sum(case.key_lengths),)
-        entries = (sum(n // case.cmp_ratio for n in case.key_lengths),)
-    else:
-        S2 = case.S if case.S2 is None else case.S2
-        queries, keys, entries = (case.B, case.S), (case.B, S2), (case.B, S2 // case.cmp_ratio)
+    lengths, entries = case.key_lengths, [n // case.cmp_ratio for n in case.key_lengths]
+    packed = case.packed
+    queries = (sum(case.query_lengths),) if packed else (case.B, case.S)
+
+    def rows(per_sequence: Sequence[int], one: int) -> tuple[int, ...]:
+        return (sum(per_sequence),) if packed else (case.B, one)
+
+    S2 = case.S if case.S2 is None else case.S2
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    inputs: dict[str, object] = {"q": normal(*queries, case.N, case.D), "ori_kv": normal(*keys, case.D), "window": case.window}
+    inputs: dict[str, Any] = {"q": normal(*queries, case.N, case.D), "ori_kv": normal(*rows(lengths, S2), case.D), "window": case.window}
     if case.mode != "swa":
-        inputs |= {"cmp_kv": normal(*entries, case.D), "cmp_ratio": case.cmp_ratio}
+        inputs |= {"cmp_kv": normal(*rows(entries, S2 // case.cmp_ratio), case.D), "cmp_ratio": case.cmp_ratio}
     if case.mode == "scfa":
         make = mixed_indices if case.indices == "mixed" else topk_indices
         position, _, existing = query_positions(case)
@@ -168,8 +171,8 @@ def attention_inputs(
         inputs["sinks"] = sinks.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
     if case.softmax_scale is not None:
         inputs["softmax_scale"] = case.softmax_scale
-    if case.packed:
-        inputs["cu_seqlens_q"] = cu_seqlens_of(case.docs_q, device)
+    if packed:
+        inputs["cu_seqlens_q"] = cu_seqlens_of(case.query_lengths, device)
         if case.docs_ori is not None:
             inputs["cu_seqlens_ori"] = cu_seqlens_of(case.docs_ori, device)
             if case.mode != "swa":
@@ -226,7 +229,7 @@ COMPRESS_CASES = (
 
 def compress_inputs(
     case: CompressCase, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Keyword arguments of compress_kv. The bias is fp32 (fp64 with dtype fp64, for gradient checks)."""
     generator = torch.Generator().manual_seed(seed)
     channels = case.D * (2 if case.overlap else 1)
@@ -235,7 +238,7 @@ def compress_inputs(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    inputs: dict[str, object] = {
+    inputs: dict[str, Any] = {
         "kv": normal(*tokens, channels).to(device, dtype),
         "gate": (2 * normal(*tokens, channels)).to(device, dtype),
         "position_bias": normal(case.ratio, channels).to(device, torch.float64 if dtype == torch.float64 else torch.float32),

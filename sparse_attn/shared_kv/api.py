@@ -83,7 +83,7 @@ def sparse_attn_shared_kv(
             softmax_scale=softmax_scale, cmp_ratio=cmp_ratio, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_ori=cu_seqlens_ori,
             cu_seqlens_cmp=cu_seqlens_cmp, q_offset=q_offset, return_lse=return_lse, return_cmp_probs=return_cmp_probs,
         )  # fmt: skip
-    if cu_seqlens_q is not None and cmp_kv is not None and cu_seqlens_cmp is None:
+    if cu_seqlens_q is not None and cmp_kv is not None and cu_seqlens_cmp is None and cmp_ratio is not None:
         cu_seqlens_cmp = reference.compressed_cu_seqlens(cu_seqlens_q if cu_seqlens_ori is None else cu_seqlens_ori, cmp_ratio)
     if cu_seqlens_ori is cu_seqlens_q:
         cu_seqlens_ori = None  # torch.compile refuses an autograd.Function that is given one tensor twice
@@ -126,7 +126,9 @@ def lse_with_sink(lse: Tensor, sinks: Tensor) -> Tensor:
         return reference.lse_with_sink(lse, sinks)
 
 
-def _check_tensors(q, ori_kv, cmp_kv, cmp_indices, sinks, packed: bool) -> None:
+def _check_tensors(
+    q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, cmp_indices: Tensor | None, sinks: Tensor | None, packed: bool
+) -> None:
     check_dtype(OP, "q", q, FLOATS)
     check_shape(OP, "q", q, ("T", "N", "D") if packed else ("B", "S", "N", "D"))
     lead = () if packed else (q.shape[0],)
@@ -151,7 +153,14 @@ def _check_tensors(q, ori_kv, cmp_kv, cmp_indices, sinks, packed: bool) -> None:
         check_shape(OP, "sinks", sinks, (N,))
 
 
-def _check_lengths(q, ori_kv, cmp_kv, cu_seqlens_q, cu_seqlens_ori, cu_seqlens_cmp) -> None:
+def _check_lengths(
+    q: Tensor,
+    ori_kv: Tensor,
+    cmp_kv: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_ori: Tensor | None,
+    cu_seqlens_cmp: Tensor | None,
+) -> None:
     if cu_seqlens_q is None:
         for name, value in (("cu_seqlens_ori", cu_seqlens_ori), ("cu_seqlens_cmp", cu_seqlens_cmp)):
             if value is not None:
@@ -173,7 +182,7 @@ def _check_lengths(q, ori_kv, cmp_kv, cu_seqlens_q, cu_seqlens_ori, cu_seqlens_c
                 )
 
 
-def _check_ratio(ori_kv, cmp_kv, cmp_ratio, packed: bool) -> None:
+def _check_ratio(ori_kv: Tensor, cmp_kv: Tensor | None, cmp_ratio: int | None, packed: bool) -> None:
     if cmp_kv is None:
         if cmp_ratio is not None:
             check_int(OP, "cmp_ratio", cmp_ratio, minimum=0)
@@ -188,7 +197,7 @@ def _check_ratio(ori_kv, cmp_kv, cmp_ratio, packed: bool) -> None:
         )
 
 
-def _check_offset(q, q_offset, cu_seqlens_q) -> None:
+def _check_offset(q: Tensor, q_offset: int | Tensor | None, cu_seqlens_q: Tensor | None) -> None:
     if isinstance(q_offset, Tensor):
         check_dtype(OP, "q_offset", q_offset, (torch.int32,))
         check_same(OP, "q_offset", q_offset, "q", q, dtype=False)

@@ -31,8 +31,8 @@ def _attention(q, ori_kv, cmp_kv, cmp_indices, sinks, cu_q, cu_ori, cu_cmp, q_of
 
 
 def _forward(*args):
-    *args, return_cmp_probs = args
-    results = _attention(*args, return_lse=True, return_cmp_probs=return_cmp_probs)
+    *inputs, return_cmp_probs = args
+    results = _attention(*inputs, return_lse=True, return_cmp_probs=return_cmp_probs)
     return results if return_cmp_probs else (*results, results[1].new_empty(0))
 
 
@@ -61,8 +61,8 @@ def _absent(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0)
 
 
-def _backward(dout, q, ori_kv, cmp_kv, cmp_indices, sinks, out, lse, *options):
-    *options, deterministic = options
+def _backward(dout, q, ori_kv, cmp_kv, cmp_indices, sinks, out, lse, *rest):
+    *options, deterministic = rest
     with _deterministic(deterministic):
         grads = eager_vjp(
             lambda q, ori_kv, cmp_kv, sinks: _attention(q, ori_kv, cmp_kv, cmp_indices, sinks, *options),
