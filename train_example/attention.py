@@ -129,8 +129,9 @@ class AttentionCore(nn.Module):
     def forward(self, q: Tensor, kv: Tensor, entries: Tensor | None, indices: Tensor | None, return_cmp_probs: bool) -> Any:
         """-> out [B, S, N, C], or (out, cmp_probs [B, S, K])."""
         ratio = None if entries is None else self.ratio
-        options = {"cmp_ratio": ratio, "window": self.window, "return_cmp_probs": return_cmp_probs, "impl": self.impl}
-        return sparse_attn_shared_kv(q, kv, entries, indices, self.sinks, **options)
+        return sparse_attn_shared_kv(
+            q, kv, entries, indices, self.sinks, cmp_ratio=ratio, window=self.window, return_cmp_probs=return_cmp_probs, impl=self.impl
+        )
 
 
 class IndexerState(NamedTuple):
@@ -172,8 +173,7 @@ class Attention(nn.Module):
 
         entries, state, unused = self._compressed(x, latent, cos, sin, with_kl)
         indices = None if state is None else state.indices
-        with_kl = with_kl and state is not None
-        probs_wanted = with_kl and indices is not None
+        probs_wanted = with_kl and indices is not None and config.kl_target != "compressed"
         out = self.core(q, kv, entries, indices, probs_wanted)
         out, probs = out if probs_wanted else (out, None)
 
@@ -181,7 +181,7 @@ class Attention(nn.Module):
         out = self.o_b(self.o_a(out.flatten(2)))
         if unused is not None:
             out = out + unused
-        return out, self._kl(state, probs, q, entries) if with_kl else None
+        return out, None if state is None or not with_kl else self._kl(state, probs, q, entries)
 
     def _compressed(
         self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, with_kl: bool

@@ -162,7 +162,7 @@ def config_from_hf(hf_config: Any, **changes: Any) -> ModelConfig:
 def load_hf(model: DeepSeekV4, named_tensors: Named) -> None:
     """Copy weights and buffers of DeepseekV4ForCausalLM into `model` in place; each must be there, with the same shape and dtype."""
     tensors = from_hf(named_tensors)
-    wanted = dict(model.named_parameters())
+    wanted: dict[str, Tensor] = dict(model.named_parameters())
     wanted |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(("e_score_correction_bias", "tid2eid"))}
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or extra:

@@ -141,7 +141,8 @@ class MTPBlock(nn.Module):
 
 
 class DeepSeekV4(nn.Module):
-    """The model. Made on a real device it is ready to use; made on "meta", materialise it and call reset_parameters and init_buffers.
+    """The model, on the default device. Made under `torch.device("meta")` it is empty: materialise it (`to_empty`), then call
+    reset_parameters and init_buffers, which otherwise happens here.
 
     impl goes to every op: "auto", "triton" or "eager".
     """
@@ -149,19 +150,22 @@ class DeepSeekV4(nn.Module):
     def __init__(self, config: ModelConfig, impl: str = "auto") -> None:
         super().__init__()
         self.config, self.impl = config, impl
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i, ratio, impl) for i, ratio in enumerate(config.compress_ratios))
-        self.hc_head = HyperHead(config, impl)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.mtp = nn.ModuleList(MTPBlock(config, impl) for _ in range(config.mtp_layers))
-        for name in ("window_frequencies", "compressed_frequencies"):
-            self.register_buffer(name, torch.empty(config.rope_head_dim // 2, dtype=torch.float32), persistent=False)
+        device = torch.get_default_device()
+        with torch.device("meta"):  # nn.Linear would fill its weight, and draw from the RNG, to have both thrown away
+            self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList(Layer(config, i, ratio, impl) for i, ratio in enumerate(config.compress_ratios))
+            self.hc_head = HyperHead(config, impl)
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.mtp = nn.ModuleList(MTPBlock(config, impl) for _ in range(config.mtp_layers))
+            for name in ("window_frequencies", "compressed_frequencies"):
+                self.register_buffer(name, torch.empty(config.rope_head_dim // 2, dtype=torch.float32), persistent=False)
 
         ratios = [*config.compress_ratios, *[config.mtp_compress_ratio] * config.mtp_layers]
         if config.kl_coefficient == 0 and any(config.kind(ratio) == "csa" for ratio in ratios):
             warnings.warn("kl_coefficient is 0: the indexer never trains and selects with its initial weights", UserWarning, stacklevel=2)
-        if self.embed.weight.device.type != "meta":
+        if device.type != "meta":
+            self.to_empty(device=device)
             self.reset_parameters()
             self.init_buffers()
 
@@ -170,8 +174,8 @@ class DeepSeekV4(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-            elif hasattr(module, "init_weights"):
-                module.init_weights(self.config.init_std)
+            elif callable(init_weights := getattr(module, "init_weights", None)):
+                init_weights(self.config.init_std)
 
     def init_buffers(self, device: torch.device | str | None = None) -> None:
         """The buffers no checkpoint holds, from the config alone, on `device` (default: the embedding's): RoPE and hash routing tables."""

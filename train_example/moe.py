@@ -56,6 +56,8 @@ class Router(nn.Module):
 class TopKRouter(Router):
     """The k best of score + e_score_correction_bias. The bias is a buffer [E] fp32: no gradient, saved with the weights."""
 
+    e_score_correction_bias: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.register_buffer("e_score_correction_bias", torch.empty(config.num_experts))
@@ -70,6 +72,8 @@ class TopKRouter(Router):
 
 class HashRouter(Router):
     """Experts by token id, from a fixed table tid2eid [vocabulary, k] int64 (a non-persistent buffer, made from the config alone)."""
+
+    tid2eid: Tensor
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__(config)
