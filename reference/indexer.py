@@ -62,6 +62,42 @@ def lightning_indexer(
     return (indices[0], scores[0]) if packed else (indices, scores)
 
 
+def selected_scores(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor:
+    """The scores that ``lightning_indexer`` returned with ``indices``, from the indices alone: what its backward pass differentiates.
+
+    Cheaper than the dense form where S3 > K; -inf (and no gradient) at index -1.
+    """
+    packed = cu_seqlens_q is not None
+    if packed:
+        q, k, weights, indices = q[None], k[None], weights[None], indices[None]
+    start, _ = visible_span(q.shape[0], q.shape[1], k.shape[1], 1, cu_seqlens_q, cu_seqlens_k, None, q.device)
+    dtype = compute_dtype(q, k, weights)
+    k = k.to(dtype)
+
+    def one_chunk(q: Tensor, weights: Tensor, indices: Tensor, start: Tensor) -> tuple[Tensor]:
+        valid = indices >= 0
+        scores = index_scores(q.to(dtype), rows_at(k, indices, start, valid), weights.to(dtype))
+        return (torch.where(valid, scores, -torch.inf),)
+
+    chunk = chunk_length(q.shape[0] * indices.shape[-1] * max(q.shape[2:]))
+    (scores,) = map_query_chunks(one_chunk, chunk, q, weights, indices, start)
+    return scores[0] if packed else scores
+
+
+def rows_at(x: Tensor, indices: Tensor, start: Tensor, valid: Tensor) -> Tensor:
+    """x [B, S3, D] at row start + index for every valid slot of indices [B, S, K] -> [B, S, K, D]; other slots read a row of zeros."""
+    batch = torch.arange(x.shape[0], device=x.device)[:, None, None]
+    return F.pad(x, (0, 0, 0, 1))[batch, torch.where(valid, indices + start[..., None], x.shape[1])]
+
+
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     """I [B, S, S3] of q [B, S, H, Di], weights [B, S, H] and k [B, S3, Di] (one list of keys) or [B, S, S3, Di] (a list a query)."""
     products = torch.einsum("bshd,bkd->bshk" if k.dim() == 3 else "bshd,bskd->bshk", q, k)

@@ -23,9 +23,8 @@ Arithmetic is fp64 when an index input is fp64 and fp32 otherwise. Memory: one c
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from reference.indexer import chunk_length, compute_dtype, document_view, index_scores, map_query_chunks, visible_span
+from reference.indexer import chunk_length, compute_dtype, document_view, index_scores, map_query_chunks, rows_at, visible_span
 
 
 def indexer_kl_loss(
@@ -105,8 +104,7 @@ def indexer_kl_rows(
             scores = document_view(scores, start) if packed else scores
         else:
             valid = (indices >= 0) & (indices < count[..., None])
-            slot = torch.where(valid, indices + start[..., None], num_keys)  # an invalid slot reads an appended row of zeros
-            scores = index_scores(q_index.to(dtype), _rows_of(k_index, slot), weights.to(dtype))
+            scores = index_scores(q_index.to(dtype), rows_at(k_index, indices, start, valid), weights.to(dtype))
         with torch.no_grad():
             if teacher is not None:
                 mean = torch.where(valid, teacher.to(dtype), 0)
@@ -116,7 +114,7 @@ def indexer_kl_rows(
                     if packed:
                         z = document_view(z.flatten(1, 2), start.repeat_interleave(z.shape[2], 1)).view_as(z)
                 else:
-                    z = torch.einsum("bsnd,bskd->bsnk", q.to(dtype), _rows_of(cmp_kv, slot))
+                    z = torch.einsum("bsnd,bskd->bsnk", q.to(dtype), rows_at(cmp_kv, indices, start, valid))
                 mean = teacher_mean(softmax_scale * z, valid, None if target == "compressed" else lse.to(dtype))
         return kl_of_rows(scores, mean, valid, target)
 
@@ -155,9 +153,3 @@ def _log_softmax(x: Tensor, valid: Tensor) -> Tensor:
     """log softmax over the valid entries of the last axis; -inf at the others, finite where a row has none."""
     masked = torch.where(valid, x, -torch.inf)
     return torch.log_softmax(torch.where(valid.any(-1, keepdim=True), masked, 0), -1)
-
-
-def _rows_of(x: Tensor, slot: Tensor) -> Tensor:
-    """x [B, S3, D] at slot [B, S, K] -> [B, S, K, D]; slot S3 is a row of zeros."""
-    batch = torch.arange(x.shape[0], device=x.device)[:, None, None]
-    return F.pad(x, (0, 0, 0, 1))[batch, slot]

@@ -149,6 +149,19 @@ def test_chunks_change_nothing(case, monkeypatch):
         torch.testing.assert_close(whole, pieces, rtol=1e-13, atol=1e-14)
 
 
+@pytest.mark.parametrize("case", cases.SMALL, ids=lambda c: c.name)
+def test_selected_scores_are_the_scores(case):
+    """From the indices alone: same scores and gradients as the form that selects (the backward pass of the op rests on it)."""
+    inputs = {name: x.requires_grad_() for name, x in cases.make_indexer(case, FP64).items()}
+    indices, scores = reference.lightning_indexer(**inputs, topk=case.topk, **cases.layout(case))
+    packs = {name: x for name, x in cases.layout(case).items() if name.startswith("cu_")}
+    again = reference.selected_scores(**inputs, indices=indices, **packs)
+    torch.testing.assert_close(again, scores, rtol=1e-13, atol=1e-15)
+    cotangent = torch.randn(scores.shape, generator=torch.Generator().manual_seed(6), dtype=FP64)
+    for one, two in zip(*(torch.autograd.grad(x, list(inputs.values()), cotangent) for x in (scores, again))):
+        torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize("shape", [dict(batch=0, seq=5), dict(seq=0), dict(seq=5, keys=0), dict(documents=())], ids=str)
 def test_empty(shape):
     case = cases.IndexerCase("empty", **shape, topk=3)

@@ -1,0 +1,109 @@
+"""The indexer's KL loss as one registered op that gives value and gradients, the autograd.Function around it, the checkpoint policy."""
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import CheckpointPolicy
+
+from indexer.library import LAYOUT_SCHEMA, OPS, offset_of
+from kernel_runtime import eager_vjp
+from reference import indexer as scores_reference
+from reference import indexer_loss as reference
+
+
+def _loss(
+    q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, softmax_scale, target,
+    cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset, q_offsets, gradients, deterministic,
+):  # fmt: skip
+    found = []
+
+    def total(q_index, k_index, weights):
+        rows, valid = reference.indexer_kl_rows(
+            q_index, k_index, weights, indices, teacher=teacher, q=q, cmp_kv=cmp_kv, lse=lse, softmax_scale=softmax_scale, target=target,
+            cmp_ratio=cmp_ratio, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, q_offset=offset_of(q_offset, q_offsets),
+        )  # fmt: skip
+        found.extend([rows.sum(), valid.sum(dtype=torch.int32)])
+        return found[0]
+
+    dtype = scores_reference.compute_dtype(q_index)
+    leaves = [q_index, k_index.to(dtype), weights.to(dtype)]  # gradients of k and weights stay in the dtype of the sums
+    if gradients:
+        # This differentiates in the forward pass. An activation checkpoint around the op has hooks that would take the inner graph's saved
+        # tensors for its own and recompute the whole region when they are read; plain hooks on top keep it out.
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            grads = eager_vjp(total, leaves, [torch.ones((), dtype=dtype, device=q_index.device)])
+    else:
+        total(*leaves)
+        grads = tuple(x.new_empty(0) for x in leaves)
+    return *found, *grads
+
+
+def _fake_loss(q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, softmax_scale, target, *options):
+    dtype = torch.float64 if q_index.dtype == torch.float64 else torch.float32
+    device, gradients = q_index.device, options[-2]
+    total, count = torch.empty((), dtype=dtype, device=device), torch.empty((), dtype=torch.int32, device=device)
+    pairs = ((q_index, q_index.dtype), (k_index, dtype), (weights, dtype))
+    return total, count, *(torch.empty(x.shape if gradients else (0,), dtype=d, device=device) for x, d in pairs)
+
+
+# total: sum of L_t, scalar. count: valid rows, int32 scalar. Then d(total)/d(q_index) in the dtype of q_index, d(total)/d(k_index) and
+# d(total)/d(weights) in fp32 (fp64 for fp64), or three empty tensors without `gradients`.
+LOSS = OPS.register(
+    "indexer_kl_loss(Tensor q_index, Tensor k_index, Tensor weights, Tensor? indices, Tensor? teacher, Tensor? q, Tensor? cmp_kv,"
+    f" Tensor? lse, float softmax_scale, str target, {LAYOUT_SCHEMA}, bool gradients, bool deterministic, str impl)"
+    " -> (Tensor total, Tensor count, Tensor dq_index, Tensor dk_index, Tensor dweights)",
+    fake=_fake_loss,
+    eager=_loss,
+)
+
+KL_OPS = (LOSS,)
+
+
+def save_kl_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    """Selective activation checkpointing that keeps the KL loss's results, so that it does not run again in the backward pass.
+
+    ``checkpoint(fn, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_kl_policy))``; everything else is
+    recomputed. ``list(KL_OPS)`` is the same as an op list, to be joined with other ops that shall be kept.
+    Kept between forward and backward: the gradients of q_index, k_index and weights, about the size of q_index.
+    """
+    return CheckpointPolicy.MUST_SAVE if op in KL_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _scale(dq_index, dk_index, dweights, scale, weights_dtype):
+    wide = torch.promote_types(dq_index.dtype, torch.float32)
+    dtypes = (dq_index.dtype, dq_index.dtype, weights_dtype)
+    return tuple((g.to(wide) * scale).to(d) for g, d in zip((dq_index, dk_index, dweights), dtypes))
+
+
+def _fake_scale(dq_index, dk_index, dweights, scale, weights_dtype):
+    dtypes = (dq_index.dtype, dq_index.dtype, weights_dtype)
+    return tuple(torch.empty(g.shape, dtype=d, device=g.device) for g, d in zip((dq_index, dk_index, dweights), dtypes))
+
+
+# The saved gradients times a scalar tensor, each product rounded once; a bf16 tensor
+# times an fp32 scalar tensor would round the scalar to bf16 first.
+BACKWARD = OPS.register(
+    "indexer_kl_loss_bwd(Tensor dq_index, Tensor dk_index, Tensor dweights, Tensor scale, ScalarType weights_dtype, str impl)"
+    " -> (Tensor, Tensor, Tensor)",
+    fake=_fake_scale,
+    eager=_scale,
+)
+
+
+class IndexerKLLoss(torch.autograd.Function):
+    """coefficient * total / denominator; the gradients come from the forward op, the backward only scales them."""
+
+    @staticmethod
+    def forward(ctx, q_index, k_index, weights, mean, denominator, coefficient, *args):
+        total, count, *grads = LOSS(q_index, k_index, weights, *args)
+        if denominator is None:
+            denominator = count.clamp(min=1) if mean else 1
+        scale = (torch.full_like(total, coefficient) / denominator).to(total.dtype)
+        ctx.weights_dtype, ctx.impl = weights.dtype, args[-1]
+        ctx.save_for_backward(scale, *grads)
+        return total * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        scale, *grads = ctx.saved_tensors
+        return *BACKWARD(*grads, scale * dloss, ctx.weights_dtype, ctx.impl), *([None] * (len(ctx.needs_input_grad) - 3))

@@ -1,0 +1,1 @@
+"""Scores of the lightning indexer and their top-k."""
