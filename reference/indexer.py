@@ -131,7 +131,7 @@ def visible_span(
     """
     offset = 0 if q_offset is None else q_offset
     queries = torch.arange(num_queries, device=device)
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
         position = queries[None] + (offset[:, None] if isinstance(offset, Tensor) else offset)
         count = ((position + 1) // cmp_ratio).clamp(0, num_keys).expand(batch, num_queries)
         return torch.zeros_like(count), count

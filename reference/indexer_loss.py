@@ -88,16 +88,17 @@ def indexer_kl_rows(
     if packed:
         by_query = [None if x is None else x[None] for x in by_query]
         k_index, cmp_kv = k_index[None], None if cmp_kv is None else cmp_kv[None]
-    batch, num_queries, heads, _ = by_query[0].shape
+    batch = 1 if packed else q_index.shape[0]
+    num_queries, heads, dim = q_index.shape[-3:]
     num_keys = k_index.shape[1]
     span = visible_span(batch, num_queries, num_keys, cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset, q_index.device)
     dtype = compute_dtype(q_index, k_index, weights)
     k_index = k_index.to(dtype)
-    cmp_kv = None if cmp_kv is None else cmp_kv.detach().to(dtype)
-    if q is not None and softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
+    main_keys = k_index if cmp_kv is None else cmp_kv.detach().to(dtype)  # not read with a given teacher
+    if softmax_scale is None:
+        softmax_scale = 1.0 if q is None else q.shape[-1] ** -0.5
 
-    def one_chunk(q_index, weights, indices, teacher, q, lse, start, count):
+    def one_chunk(q_index, weights, indices, teacher, q, lse, start, count) -> tuple[Tensor, Tensor]:
         if indices is None:
             valid = torch.arange(num_keys, device=start.device) < count[..., None]
             scores = index_scores(q_index.to(dtype), k_index, weights.to(dtype))
@@ -110,16 +111,16 @@ def indexer_kl_rows(
                 mean = torch.where(valid, teacher.to(dtype), 0)
             else:
                 if indices is None:
-                    z = torch.einsum("bsnd,bkd->bsnk", q.to(dtype), cmp_kv)
+                    z = torch.einsum("bsnd,bkd->bsnk", q.to(dtype), main_keys)
                     if packed:
                         z = document_view(z.flatten(1, 2), start.repeat_interleave(z.shape[2], 1)).view_as(z)
                 else:
-                    z = torch.einsum("bsnd,bskd->bsnk", q.to(dtype), rows_at(cmp_kv, indices, start, valid))
+                    z = torch.einsum("bsnd,bskd->bsnk", q.to(dtype), rows_at(main_keys, indices, start, valid))
                 mean = teacher_mean(softmax_scale * z, valid, None if target == "compressed" else lse.to(dtype))
         return kl_of_rows(scores, mean, valid, target)
 
     slots = num_keys if indices is None else indices.shape[-1]
-    widest = max(heads, q_index.shape[-1], *(() if q is None else q.shape[-2:]))
+    widest = max(heads, dim, *(() if q is None else q.shape[-2:]))
     rows, counted = map_query_chunks(one_chunk, chunk_length(batch * slots * widest), *by_query, *span)
     return (rows[0], counted[0]) if packed else (rows, counted)
 

@@ -56,7 +56,7 @@ SMALL = (
 )
 
 # model shapes for a GPU: DeepSeek-V4 Flash
-FLASH = dict(heads=64, head_dim=128, topk=512, cmp_ratio=4, attn_heads=64, attn_dim=512)
+FLASH: dict = dict(heads=64, head_dim=128, topk=512, cmp_ratio=4, attn_heads=64, attn_dim=512)
 BENCH = tuple(IndexerCase(f"flash_{seq}", batch=1, seq=seq, **FLASH) for seq in (4096, 16384))
 
 
@@ -128,15 +128,15 @@ def make_attention(
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     queries, keys = _lead(case)
-    shape = dict(generator=generator, device=device, dtype=torch.float32)
-    q = torch.randn(*queries, case.attn_heads, case.attn_dim, **shape).to(dtype)
-    cmp_kv = torch.randn(*keys, case.attn_dim, **shape).to(dtype)
-    rest = torch.randn(*queries, case.attn_heads, **shape) + 1
+    options: dict = dict(generator=generator, device=device, dtype=torch.float32)
+    q = torch.randn(*queries, case.attn_heads, case.attn_dim, **options).to(dtype)
+    cmp_kv = torch.randn(*keys, case.attn_dim, **options).to(dtype)
+    rest = torch.randn(*queries, case.attn_heads, **options) + 1
     wide = compute_dtype(q)
     chunk = max(1, 2**24 // max(1, case.attn_heads * keys[-1]))
-    options = layout(case, device)
+    packs = layout(case, device)
     start, count = visible_span(
-        1 if case.packed else case.batch, queries[-1], keys[-1], case.cmp_ratio, options.get("cu_seqlens_q"), options.get("cu_seqlens_k"),
+        1 if case.packed else case.batch, queries[-1], keys[-1], case.cmp_ratio, packs.get("cu_seqlens_q"), packs.get("cu_seqlens_k"),
         case.q_offset, q.device,
     )  # fmt: skip
     start, count = start.reshape(queries), count.reshape(queries)
