@@ -1,12 +1,27 @@
 """The registered ops of this package (torch.ops.mhc_ops.*) and the checks that its public functions share."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import torch
 
-from kernel_runtime import OpLibrary, check_choice
+from kernel_runtime import OpLibrary, check_choice, check_dtype, check_int, check_same, check_shape
+from kernel_runtime.checks import FLOATS
 
 OPS = OpLibrary("mhc_ops")
 CONVENTIONS = ("v4", "paper")
 MIN_STREAMS, MAX_STREAMS = 2, 8
+
+
+def coefficient_dtype(like: torch.Tensor) -> torch.dtype:
+    """Dtype of parameters and coefficients beside a tensor `like`: fp32, and fp64 beside fp64."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
+def mix_columns(n: int) -> int:
+    """M, the columns of a site's mix: pre (N) | post (N) | comb (N*N)."""
+    return n * n + 2 * n
 
 
 def check_streams(op: str, name: str, n: int | torch.SymInt) -> None:
@@ -17,3 +32,67 @@ def check_streams(op: str, name: str, n: int | torch.SymInt) -> None:
 
 def check_convention(op: str, convention: str) -> None:
     check_choice(op, "convention", convention, CONVENTIONS)
+
+
+def check_stream_tensor(op: str, name: str, x: torch.Tensor) -> None:
+    """Streams [..., N, D] of a floating dtype, N in 2..8, D at least 1."""
+    check_dtype(op, name, x, FLOATS)
+    if x.dim() < 2 or x.shape[-1] < 1:
+        raise ValueError(f"{op}: {name} has shape {list(x.shape)}, wanted [..., N, D] with D at least 1")
+    check_streams(op, name, x.shape[-2])
+
+
+def check_coefficient(
+    op: str, name: str, value: torch.Tensor, shape: Sequence[int | str | None], like_name: str, like: torch.Tensor
+) -> None:
+    """A parameter or coefficient beside `like`: fp32 (fp64 exactly where `like` is fp64), of this shape, on its device."""
+    check_dtype(op, name, value, (coefficient_dtype(like),))
+    check_shape(op, name, value, shape)
+    check_same(op, name, value, like_name, like, dtype=False)
+
+
+def check_eps(op: str, name: str, value: object) -> None:
+    """TypeError unless `value` is a number, ValueError if it is negative or no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be a float, got {type(value).__name__}")
+    if not value >= 0:
+        raise ValueError(f"{op}: {name} must be at least 0, got {value}")
+
+
+def check_iteration(op: str, iters: object, hc_eps: object, convention: str) -> None:
+    check_int(op, "iters", iters, minimum=1)
+    check_eps(op, "hc_eps", hc_eps)
+    check_convention(op, convention)
+
+
+def check_expansion(op: str, f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> None:
+    """What hc_post takes: f [..., D] of the dtype of x [..., N, D], post [..., N], comb [..., N, N]."""
+    check_stream_tensor(op, "x", x)
+    check_same(op, "f", f, "x", x)
+    *lead, n, d = x.shape
+    check_shape(op, "f", f, [*lead, d])
+    check_coefficient(op, "post", post, [*lead, n], "x", x)
+    check_coefficient(op, "comb", comb, [*lead, n, n], "x", x)
+
+
+def check_site(
+    op: str,
+    x: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    pre_mix: torch.Tensor | None,
+    return_pre: bool | None,
+    norm_eps: object,
+) -> None:
+    """What hc_pre takes: x [..., N, D], fn [M, N*D], scale [3], base [M], pre_mix [..., N] or None."""
+    check_stream_tensor(op, "x", x)
+    *lead, n, d = x.shape
+    check_coefficient(op, "fn", fn, [mix_columns(n), n * d], "x", x)
+    check_coefficient(op, "scale", scale, [3], "x", x)
+    check_coefficient(op, "base", base, [mix_columns(n)], "x", x)
+    if pre_mix is not None:
+        check_coefficient(op, "pre_mix", pre_mix, [*lead, n], "x", x)
+    if return_pre is not None and not isinstance(return_pre, bool):
+        raise TypeError(f"{op}: return_pre must be True, False or None, got {type(return_pre).__name__}")
+    check_eps(op, "norm_eps", norm_eps)

@@ -271,6 +271,12 @@ def hc_expand(h: Tensor, hc_mult: int = 4) -> Tensor:
     return torch.stack([h] * hc_mult, dim=-2)
 
 
+def head_weights(mixes: Tensor, scale: Tensor, base: Tensor, *, hc_eps: float = 1e-6) -> Tensor:
+    """The head's weight of every stream, sigmoid(mixes * scale + base) + hc_eps. mixes `[..., N]`, scale `[1]`, base `[N]`."""
+    dtype = _compute_dtype(mixes, scale, base)
+    return torch.sigmoid(mixes.to(dtype) * scale.to(dtype) + base.to(dtype)) + hc_eps
+
+
 def hc_head(
     x: Tensor,
     fn: Tensor,
@@ -280,11 +286,9 @@ def hc_head(
     hc_eps: float = 1e-6,
     norm_eps: float = 1e-6,
 ) -> Tensor:
-    """Exit: the streams' sum weighted with sigmoid(mixes * scale + base) + hc_eps. It knows no convention.
+    """Exit: the streams' sum weighted with head_weights. It knows no convention.
 
     x `[..., N, D]`, fn `[N, N*D]`, scale `[1]`, base `[N]`; returns h `[..., D]` in the dtype of x.
     """
     mixes, _ = hc_project(x, fn, norm_eps=norm_eps)
-    dtype = _compute_dtype(mixes, scale, base)
-    weights = torch.sigmoid(mixes.to(dtype) * scale.to(dtype) + base.to(dtype)) + hc_eps
-    return pre_bmm(weights, x)
+    return pre_bmm(head_weights(mixes, scale, base, hc_eps=hc_eps), x)

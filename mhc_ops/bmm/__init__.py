@@ -1,0 +1,1 @@
+"""The vector BMMs by themselves: collapse, spread, residual mix."""

@@ -1,0 +1,89 @@
+"""The three vector BMMs as registered ops and the autograd.Functions around them."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from kernel_runtime import eager_vjp
+from mhc_ops.library import OPS
+from reference import mhc as reference
+
+NO_KERNEL = "no kernel exists yet"
+
+
+def _vjp(fn):
+    return lambda dout, a, b: eager_vjp(fn, [a, b], [dout])
+
+
+def _grads_like(dout, a, b):
+    return a.new_empty(a.shape), b.new_empty(b.shape)
+
+
+PRE_FORWARD = OPS.register(
+    "pre_bmm_fwd(Tensor pre, Tensor x, str impl) -> Tensor",
+    fake=lambda pre, x: x.new_empty((*x.shape[:-2], x.shape[-1])),
+    eager=reference.pre_bmm,
+)
+PRE_BACKWARD = OPS.register(
+    "pre_bmm_bwd(Tensor dy, Tensor pre, Tensor x, str impl) -> (Tensor dpre, Tensor dx)",
+    fake=_grads_like,
+    eager=_vjp(reference.pre_bmm),
+)
+POST_FORWARD = OPS.register(
+    "post_bmm_fwd(Tensor post, Tensor f, str impl) -> Tensor",
+    fake=lambda post, f: f.new_empty((*post.shape, f.shape[-1])),
+    eager=reference.post_bmm,
+)
+POST_BACKWARD = OPS.register(
+    "post_bmm_bwd(Tensor dout, Tensor post, Tensor f, str impl) -> (Tensor dpost, Tensor df)",
+    fake=_grads_like,
+    eager=_vjp(reference.post_bmm),
+)
+RES_FORWARD = OPS.register(
+    "res_bmm_fwd(Tensor comb, Tensor x, str impl) -> Tensor",
+    fake=lambda comb, x: x.new_empty(x.shape),
+    eager=reference.res_bmm,
+)
+RES_BACKWARD = OPS.register(
+    "res_bmm_bwd(Tensor dout, Tensor comb, Tensor x, str impl) -> (Tensor dcomb, Tensor dx)",
+    fake=_grads_like,
+    eager=_vjp(reference.res_bmm),
+)
+
+
+class PreBmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pre, x, impl):
+        ctx.save_for_backward(pre, x)
+        ctx.impl = impl
+        return PRE_FORWARD(pre, x, impl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return *PRE_BACKWARD(dy, *ctx.saved_tensors, ctx.impl), None
+
+
+class PostBmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, post, f, impl):
+        ctx.save_for_backward(post, f)
+        ctx.impl = impl
+        return POST_FORWARD(post, f, impl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        return *POST_BACKWARD(dout, *ctx.saved_tensors, ctx.impl), None
+
+
+class ResBmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, comb, x, impl):
+        ctx.save_for_backward(comb, x)
+        ctx.impl = impl
+        return RES_FORWARD(comb, x, impl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        return *RES_BACKWARD(dout, *ctx.saved_tensors, ctx.impl), None

@@ -1,0 +1,1 @@
+"""Entry of the network: copies of the embedding."""

@@ -1,0 +1,1 @@
+"""The three coefficients of a site from its mixes."""

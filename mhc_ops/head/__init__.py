@@ -1,0 +1,1 @@
+"""Exit of the network: weighted sum of the streams."""

@@ -1,0 +1,1 @@
+"""After a sublayer: expand its output and mix the streams."""

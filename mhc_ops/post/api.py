@@ -1,0 +1,30 @@
+"""hc_post: the public function."""
+
+from __future__ import annotations
+
+import torch
+
+from kernel_runtime import run_eager, select_impl
+from mhc_ops.library import check_expansion
+from mhc_ops.post.op import NO_KERNEL, Post
+from reference import mhc as reference
+
+
+def hc_post(f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+    """After a sublayer: out[k, d] = post[k] * f[d] + sum_j comb[j, k] * x[j, d], the FIRST index of comb contracted.
+
+    f     [..., D] output of the sublayer, in the dtype of x.
+    x     [..., N, D] the streams that hc_pre read, N in 2..8, bf16, fp16 or fp32 (fp64: eager form alone).
+    post  [..., N] and comb [..., N, N], fp32 (fp64 beside fp64 streams). Any strides.
+    impl  "auto", "triton" or "eager", see kernel_runtime.impl.
+
+    Returns the new streams [..., N, D], summed in fp32 and rounded once to the dtype of x. Differentiable in all four tensors.
+    Formulas: reference/mhc.py. Double backward is refused.
+    TypeError for a wrong type or dtype (f and x must agree), ValueError for a wrong shape, device, N or impl.
+    """
+    op = "hc_post"
+    check_expansion(op, f, x, post, comb)
+    how = select_impl(op, impl, x, no_kernel=NO_KERNEL)
+    if impl == "eager":
+        return run_eager(reference.hc_post, f, x, post, comb)
+    return Post.apply(f, x, post, comb, how)

@@ -1,0 +1,36 @@
+"""What comes after a sublayer, as registered ops and the autograd.Function around them."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from kernel_runtime import eager_vjp
+from mhc_ops.library import OPS
+from reference import mhc as reference
+
+NO_KERNEL = "no kernel exists yet"
+
+FORWARD = OPS.register(
+    "post_fwd(Tensor f, Tensor x, Tensor post, Tensor comb, str impl) -> Tensor",
+    fake=lambda f, x, post, comb: x.new_empty(x.shape),
+    eager=reference.hc_post,
+)
+BACKWARD = OPS.register(
+    "post_bwd(Tensor dout, Tensor f, Tensor x, Tensor post, Tensor comb, str impl) -> (Tensor df, Tensor dx, Tensor dpost, Tensor dcomb)",
+    fake=lambda dout, *inputs: tuple(t.new_empty(t.shape) for t in inputs),
+    eager=lambda dout, *inputs: eager_vjp(reference.hc_post, inputs, [dout]),
+)
+
+
+class Post(torch.autograd.Function):
+    """f, x, post, comb, impl -> streams"""
+
+    @staticmethod
+    def forward(ctx, f, x, post, comb, impl):
+        ctx.save_for_backward(f, x, post, comb)
+        ctx.impl = impl
+        return FORWARD(f, x, post, comb, impl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        return *BACKWARD(dout, *ctx.saved_tensors, ctx.impl), None

@@ -1,0 +1,1 @@
+"""Everything before a sublayer: project, gates, collapse."""

@@ -1,0 +1,73 @@
+"""What comes before a sublayer, as registered ops and the autograd.Function around them."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from kernel_runtime import eager_vjp
+from mhc_ops.library import OPS, coefficient_dtype
+from reference import mhc as reference
+
+NO_KERNEL = "no kernel exists yet"
+SITE = "Tensor fn, Tensor scale, Tensor base, Tensor? pre_mix"
+OPTIONS = "int iters, float hc_eps, float norm_eps, str convention"
+
+
+def forward(x, fn, scale, base, pre_mix, iters, hc_eps, norm_eps, convention):
+    """reference.hc_pre with what its backward saves"""
+    mixes, rstd = reference.hc_project(x, fn, norm_eps=norm_eps)
+    pre, post, comb = reference.hc_gates(mixes, scale, base, hc_mult=x.shape[-2], iters=iters, hc_eps=hc_eps, convention=convention)
+    return reference.pre_bmm(pre if pre_mix is None else pre_mix, x), pre, post, comb, mixes, rstd
+
+
+def forward_fake(x, fn, *_):
+    *lead, n, d = x.shape
+    dtype = coefficient_dtype(x)
+    tails = ((n,), (n,), (n, n), (fn.shape[0],), ())
+    return x.new_empty((*lead, d)), *(x.new_empty((*lead, *tail), dtype=dtype) for tail in tails)
+
+
+def grads_like(*tensors):
+    """One gradient per tensor; an empty one for an input that was not given (None), as an op's output cannot be None."""
+    *_, like = (t for t in tensors if t is not None)
+    return tuple(like.new_empty(0) if t is None else t.new_empty(t.shape) for t in tensors)
+
+
+def _backward(dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, mixes, rstd, *options):
+    *grads, dpre_mix = eager_vjp(lambda *t: forward(*t, *options)[:4], [x, fn, scale, base, pre_mix], [dy, dpre, dpost, dcomb])
+    return *grads, base.new_empty(0) if pre_mix is None else dpre_mix
+
+
+def _backward_fake(dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, *_):
+    return grads_like(x, fn, scale, base, pre_mix)
+
+
+FORWARD = OPS.register(
+    f"pre_fwd(Tensor x, {SITE}, {OPTIONS}, str impl) -> (Tensor y, Tensor pre, Tensor post, Tensor comb, Tensor mixes, Tensor rstd)",
+    fake=forward_fake,
+    eager=forward,
+)
+BACKWARD = OPS.register(
+    f"pre_bwd(Tensor? dy, Tensor? dpre, Tensor? dpost, Tensor? dcomb, Tensor x, {SITE}, Tensor mixes, Tensor rstd, {OPTIONS}, str impl)"
+    " -> (Tensor dx, Tensor dfn, Tensor dscale, Tensor dbase, Tensor dpre_mix)",
+    fake=_backward_fake,
+    eager=_backward,
+)
+
+
+class Pre(torch.autograd.Function):
+    """x, SITE, OPTIONS, impl -> y, pre, post, comb"""
+
+    @staticmethod
+    def forward(ctx, x, fn, scale, base, pre_mix, *options):
+        y, pre, post, comb, mixes, rstd = FORWARD(x, fn, scale, base, pre_mix, *options)
+        ctx.save_for_backward(x, fn, scale, base, pre_mix, mixes, rstd)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return y, pre, post, comb
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dpre, dpost, dcomb):
+        saved = ctx.saved_tensors
+        *grads, dpre_mix = BACKWARD(dy, dpre, dpost, dcomb, *saved, *ctx.options)
+        return *grads, None if saved[4] is None else dpre_mix, *(None,) * 5
