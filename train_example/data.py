@@ -1,12 +1,12 @@
 """Byte-level tokens of a real text: memory-mapped files, a fixed held-out tail, sequences in an order that depends on the seed alone.
 
-A token is a byte (0..255); 256 ends a file. Sequence number n of a run is a function of (text, seq_len, seed, n): which process reads it, and
-whether the run was interrupted, changes nothing. The labels are already shifted: labels[t] is the token after input_ids[t].
+A token is a byte (0..255); 256 ends a file. Sequence number n of a run is a function of (text, seq_len, seed, n): which process reads it,
+and whether the run was interrupted, changes nothing. The labels are already shifted: labels[t] is the token after input_ids[t].
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -77,8 +77,8 @@ def find_files(data: str) -> list[Path]:
         if path.stat().st_size == 0:
             raise ConfigError(f"data file {data} is empty")
         return [path]
-    found = [file for file in sorted(path.rglob("*")) if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)]
-    found = [file for file in found if file.stat().st_size > 0]
+    shown = [file for file in sorted(path.rglob("*")) if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    found = [file for file in shown if file.is_file() and file.stat().st_size > 0]
     if not found:
         raise ConfigError(f"data folder {data} holds no file with anything in it")
     return found
@@ -126,7 +126,7 @@ class Dataset:
     def held_out(self, rank: int, world: int, batch: int, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's share of the held-out sequences, in batches: input_ids and labels, [batch, seq_len] int64.
 
-        Every rank yields the same number of batches (a model that is sharded needs all ranks in every forward pass); where a rank has nothing
+        Every rank yields the same number of batches (a sharded model needs all ranks in every forward pass); where a rank has nothing
         left, and behind the end of the text, labels are IGNORE.
         """
         start, total = self.train_tokens, len(self.text) - self.train_tokens - 1
@@ -142,11 +142,3 @@ class Dataset:
                     inputs[row, : len(tokens) - 1] = tokens[:-1]
                     labels[row, : len(tokens) - 1] = tokens[1:]
             yield inputs, labels
-
-
-def bits_per_byte(nats_and_bytes: tuple[Tensor, Tensor], all_reduce: Callable[[Tensor], None]) -> float:
-    """Sum of nats over all ranks / bytes of all ranks / ln 2. Sums are added before the one division: a mean of means would be wrong."""
-    totals = torch.stack([part.double() for part in nats_and_bytes])
-    all_reduce(totals)
-    nats, count = totals.tolist()
-    return nats / count / math.log(2) if count else math.nan

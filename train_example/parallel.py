@@ -143,13 +143,16 @@ def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, 
         moe.ep_group = parallel.ep_group
         efsdp = parallel.sparse["efsdp"]
         fully_shard(moe.experts, mesh=efsdp, mp_policy=policy, shard_placement_fn=lambda param: Shard(1))
-    for module in islands:
-        fully_shard(module, mesh=parallel.fsdp, mp_policy=fp32)
-    for layer in layer_modules(model):
-        if recompute == "layer":
-            recompute_in_backward(layer)
-        fully_shard(layer, mesh=parallel.fsdp, mp_policy=policy)
-    fully_shard(model, mesh=parallel.fsdp, mp_policy=policy)
+    left = list(islands)
+    for unit in (*layer_modules(model), model):
+        inside = set(unit.modules())
+        # the islands of a layer make one unit: a unit each would be a dozen tiny all-gathers a layer
+        mine, left = [m for m in left if m in inside], [m for m in left if m not in inside]
+        if mine:
+            fully_shard(mine, mesh=parallel.fsdp, mp_policy=fp32)
+        if recompute == "layer" and unit is not model:
+            recompute_in_backward(unit)
+        fully_shard(unit, mesh=parallel.fsdp, mp_policy=policy)
     sum_gradients(model)
 
 

@@ -53,6 +53,7 @@ class RunConfig:
     beta2: float = _setting(0.95, "AdamW's decay of the second moment, per step")
     adam_eps: float = _setting(1e-8, "AdamW's epsilon")
     clip: float = _setting(1.0, "largest global gradient norm; -1 = no clipping (the norm is still logged)")
+    balance: float = _setting(1e-3, "step by which a router's selection bias moves towards experts with little load; 0 = never")
     seed: int = _setting(0, "seed of the weights and of the order of the data")
 
     device: str = _setting("auto", "auto = the accelerator torch finds, else the CPU", ("auto", "cpu", "cuda", "npu"))
@@ -89,7 +90,7 @@ class RunConfig:
             raise ConfigError(f"recompute = {self.recompute} does not exist yet; recompute = layer does")
         for name in ("seq_len", "batch", "accumulate", "steps", "log_every", "lr", "startup_timeout", "step_timeout", "adam_eps"):
             self._need(getattr(self, name) > 0, name, "a number above 0")
-        for name in ("warmup_steps", "weight_decay", "min_lr", "seed"):
+        for name in ("warmup_steps", "weight_decay", "min_lr", "balance", "seed"):
             self._need(getattr(self, name) >= 0, name, "0 or more")
         for name in ("beta1", "beta2"):
             self._need(0 <= getattr(self, name) < 1, name, "in [0, 1)")

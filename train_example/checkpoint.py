@@ -1,0 +1,118 @@
+"""Checkpoints with torch.distributed.checkpoint: model, optimizer, schedule, RNG and the place in the data.
+
+    OUT/checkpoints/step_00000100/    the shards of all ranks, and train_state.json
+
+A checkpoint is written under a temporary name and renamed when all ranks are done, so a folder named step_* is always whole. Tensors are
+saved by their global shape: a run may go on with another number of processes or another `ep`.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from train_example.run_config import ConfigError
+
+STATE_FILE = "train_state.json"
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make AdamW's moments before the first step, so that every checkpoint has the same tensors and a load has somewhere to go."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            step_device = param.device if group.get("fused") else "cpu"
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=step_device),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """References to every tensor of the training state, by name; loading fills them in place."""
+    moments = {name: dict(optimizer.state[param]) for name, param in model.named_parameters()}
+    return {"model": model.state_dict(), "optimizer": moments}
+
+
+def _rng_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[device.type] = getattr(torch, device.type).get_rng_state(device)
+    return state
+
+
+def save(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any], model_config: dict[str, Any], keep: int
+) -> Path:
+    """Write a checkpoint of all ranks; returns its folder once it is whole on disk. Collective.
+
+    Args:
+        folder: of all checkpoints of the run.
+        progress: plain numbers to go on from; must hold `step`, the optimizer steps done.
+        model_config: sizes of the model, kept to recognise a checkpoint of another model.
+        keep: older checkpoints are deleted so that this many are left; -1 = all are kept.
+    """
+    rank, device = dist.get_rank(), next(model.parameters()).device
+    final = folder / f"step_{progress['step']:08d}"
+    temporary = folder / f".{final.name}.tmp"
+    if rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = {**_tensors(model, optimizer), "rng": {str(rank): _rng_state(device)}}
+    dcp.save(state, checkpoint_id=temporary)
+    if rank == 0:
+        record = {"progress": progress, "model": model_config, "processes": dist.get_world_size()}
+        (temporary / STATE_FILE).write_text(json.dumps(record, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        for old in list_checkpoints(folder)[: -keep if keep != -1 else 0]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in a folder, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"step_*/{STATE_FILE}"))
+
+
+def find(resume: str, folder: Path) -> Path:
+    """The checkpoint that `resume` names: "latest" of this run's `folder`, a checkpoint, or a folder of them (the newest)."""
+    path = folder if resume == "latest" else Path(resume)
+    if (path / STATE_FILE).is_file():
+        return path
+    found = list_checkpoints(path) or list_checkpoints(path / "checkpoints")
+    if not found:
+        raise ConfigError(f"no checkpoint to resume from in {path}")
+    return found[-1]
+
+
+def read_progress(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
+    """The progress saved with a checkpoint; ConfigError if it is one of another model."""
+    record = json.loads((path / STATE_FILE).read_text())
+    saved, wanted = record["model"], json.loads(json.dumps(model_config))  # tuples become lists, as they did in the file
+    differing = [name for name in sorted(saved.keys() | wanted.keys()) if saved.get(name) != wanted.get(name)]
+    if differing:
+        changes = ", ".join(f"{name} {saved.get(name)!r} there and {wanted.get(name)!r} here" for name in differing)
+        raise ConfigError(f"{path} is a checkpoint of another model: {changes}")
+    return record["progress"]
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill model, optimizer state and this rank's RNG state from a checkpoint, whatever meshes it was written on. Collective."""
+    rank, device = str(dist.get_rank()), next(model.parameters()).device
+    dcp.load(_tensors(model, optimizer), checkpoint_id=path)
+    rng = {"rng": {rank: _rng_state(device)}}
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    if all(f"rng.{rank}.{kind}" in saved for kind in rng["rng"][rank]):  # else the saving run had no such rank, or no such device
+        dcp.load(rng, checkpoint_id=path, no_dist=True)
+        torch.set_rng_state(rng["rng"][rank]["cpu"])
+        if device.type != "cpu":
+            getattr(torch, device.type).set_rng_state(rng["rng"][rank][device.type], device)

@@ -1,0 +1,42 @@
+"""AdamW with one parameter group per mesh, and the learning-rate schedule."""
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from train_example.checkpoint import init_optimizer_state
+from train_example.run_config import RunConfig
+
+
+def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+    """AdamW over the local shards; weight decay on matrices alone (norms, sinks, gates and the mHC factors have none).
+
+    Dense and expert parameters live on different meshes and are in groups of their own: the fused update takes one mesh at a time.
+    """
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    for module in model.modules():
+        island = getattr(module, "fp32_island", False)
+        for param in module.parameters(recurse=False):
+            mesh_dims = param.device_mesh.ndim if isinstance(param, DTensor) else 0
+            decay = param.dim() >= 2 and not island
+            groups.setdefault((mesh_dims, decay), []).append(param)
+    fused = next(model.parameters()).device.type in ("cpu", "cuda")
+    optimizer = torch.optim.AdamW(
+        [{"params": params, "weight_decay": config.weight_decay if decay else 0.0} for (_, decay), params in groups.items()],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+        fused=fused or None,
+    )
+    init_optimizer_state(optimizer)
+    return optimizer
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """Of the step that makes `step` steps done (1-based): linear warmup, then a cosine down to min_lr x lr at the last step."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))

@@ -1,0 +1,111 @@
+"""One training step and one evaluation.
+
+Shape letters: B sequences a process takes at once, S sequence length, E experts, W processes.
+
+Sums, not means, until the one division: every process and micro batch divides its loss sums by the same global number of valid tokens, so
+losses and gradients of all of them simply add up.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from train_example.data import END_OF_FILE, IGNORE
+from train_example.optim import learning_rate
+from train_example.parallel import gradient_sumsq, moe_modules, scale_gradients
+from train_example.run_config import RunConfig
+
+LOSSES = ("loss", "lm_loss", "kl_loss", "mtp_loss")
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig, micro_batches: list[tuple[Tensor, Tensor]], step: int
+) -> dict[str, Any]:
+    """Forward and backward of all micro batches, then one optimizer step; returns the step's metrics.
+
+    micro_batches: accumulate x (input_ids [B, S], labels [B, S]) int64. Collective; all ranks return the same numbers.
+    """
+    device = next(model.parameters()).device
+    valid = torch.stack([(labels != IGNORE).sum() for _, labels in micro_batches]).sum().to(device)
+    dist.all_reduce(valid)
+    valid_tokens = max(1, int(valid))
+
+    losses, counts = torch.zeros(4, device=device), None
+    for number, (input_ids, labels) in enumerate(micro_batches, 1):
+        model.set_requires_gradient_sync(number == len(micro_batches))  # gradients of earlier micro batches add up locally
+        out = model(input_ids.to(device), labels.to(device), num_valid_tokens=valid_tokens)
+        out.loss.backward()
+        losses += torch.stack([out.loss, out.lm_loss, out.kl_loss, out.mtp_loss]).detach()
+        counts = out.expert_counts if counts is None else counts + out.expert_counts
+
+    by_rank = _gather_rows(torch.cat([losses, torch.stack(gradient_sumsq(model.parameters()))]))
+    check_finite(by_rank, step)
+    total = by_rank.sum(0).tolist()
+    norm = math.sqrt(total[4] + total[5])
+    if config.clip != -1 and norm > config.clip:
+        scale_gradients(model.parameters(), config.clip / norm)
+    lr = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(counts)
+    balance_routers(model, counts, config.balance)
+    load = (counts.max(1).values / counts.float().mean(1)).max()
+    norms = {"grad_norm": norm, "grad_norm_dense": math.sqrt(total[4]), "grad_norm_experts": math.sqrt(total[5])}
+    return {**dict(zip(LOSSES, total)), **norms, "lr": lr, "expert_load": float(load), "valid_tokens": valid_tokens}
+
+
+def _gather_rows(row: Tensor) -> Tensor:
+    """[n] of each rank -> [W, n] in fp64 on the host, the same bits on every rank."""
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows).double().cpu()
+
+
+def check_finite(by_rank: Tensor, step: int) -> None:
+    """Raise on every rank, before the optimizer step, if a loss or a gradient shard of any rank is not finite.
+
+    by_rank: [W, 6]: loss, lm, kl, mtp, squared norm of the rank's dense gradient shards, of its expert gradient shards.
+    """
+    names = (*LOSSES, "squared gradient norm (dense shard)", "squared gradient norm (expert shard)")
+    values = [(rank, name, value) for rank, row in enumerate(by_rank.tolist()) for name, value in zip(names, row)]
+    bad = [f"{name} of rank {rank} is {value}" for rank, name, value in values if not math.isfinite(value)]
+    if bad:
+        raise FloatingPointError(f"step {step}: {'; '.join(bad)}; the optimizer step was not taken")
+
+
+@torch.no_grad()
+def balance_routers(model: nn.Module, counts: Tensor, speed: float) -> None:
+    """Move each top-k router's selection bias by `speed` towards experts with less than the mean load (arXiv 2412.19437, 2.1.2).
+
+    counts: [MoE sites, E] rows of all ranks in this step. The bias only selects; it enters no weight and gets no gradient.
+    """
+    for moe, count in zip(moe_modules(model), counts):
+        bias = getattr(moe.router, "e_score_correction_bias", None)
+        if bias is not None:
+            bias += speed * torch.sign(count.float().mean() - count)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Bits per byte: nats of all ranks added up, then divided once by the bytes of all ranks (token-weighted). Collective.
+
+    batches: of this rank, (input_ids [B, S], labels [B, S]) int64; the same number on every rank. The end-of-file tokens are predicted
+    too: their nats count, but they are no bytes.
+    """
+    device = next(model.parameters()).device
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for input_ids, labels in batches:
+        input_ids, labels = input_ids.to(device), labels.to(device)
+        totals[0] += model(input_ids, labels, num_valid_tokens=1).lm_loss.double()
+        totals[1] += ((labels != IGNORE) & (labels != END_OF_FILE)).sum()
+    model.train()
+    dist.all_reduce(totals)
+    nats, count = totals.tolist()
+    return nats / count / math.log(2) if count else math.nan

@@ -1,0 +1,199 @@
+"""Train a DeepSeek-V4-style model: FSDP2 + expert parallelism, on CPU (gloo), CUDA (NCCL) or NPU (HCCL) by the same code.
+
+    python -m train_example.train --steps 100                                       one process
+    torchrun --standalone --nproc-per-node 2 -m train_example.train --steps 100     two processes, experts split between them
+
+Here: the model's making, the run folder, the loop. A step is in step.py, sharding in parallel.py, settings in run_config.py.
+"""
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from train_example import checkpoint, metrics
+from train_example.data import Dataset, Text, find_files, write_default_text
+from train_example.model import DeepSeekV4, fp32_islands
+from train_example.optim import make_optimizer
+from train_example.parallel import (
+    Parallel,
+    broadcast_parameters,
+    check_buffers_equal,
+    check_experts,
+    init_parallel,
+    layer_modules,
+    parallelize,
+    pick_device,
+    set_timeouts,
+    shutdown,
+)
+from train_example.run_config import ConfigError, RunConfig, parse
+from train_example.step import evaluate, train_step
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRODUCTS = ("config.json", "environment.json", "train.log", "metrics.jsonl", "curves.png", "text", "checkpoints", "traces")
+
+
+def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.Module:
+    """The sharded model. Rank 0 makes the weights (from the seed, whatever the number of processes), the others get their shards.
+
+    fill = False leaves the weights undefined, for a checkpoint to be loaded.
+    """
+    full_state = None
+    if fill and parallel.rank == 0:
+        torch.manual_seed(config.seed)
+        full_state = DeepSeekV4(config.model, impl=config.impl).state_dict()
+    with torch.device("meta"):
+        model = DeepSeekV4(config.model, impl=config.impl)
+    if config.compile:
+        for layer in layer_modules(model):
+            layer.forward = torch.compile(layer.forward)
+    parallelize(model, fp32_islands(model), parallel, DTYPES[config.dtype], config.recompute)
+    model.to_empty(device=parallel.device)
+    model.init_buffers(parallel.device)
+    if fill:
+        broadcast_parameters(model, full_state, parallel)
+        check_buffers_equal(model)
+    return model
+
+
+def prepare_run_folder(config: RunConfig, parallel: Parallel) -> Text:
+    """Rank 0 makes the folder and echoes the settings; every rank opens the text."""
+    out = Path(config.out)
+    used = (out / "metrics.jsonl").exists() and not (config.resume or config.overwrite)
+    files = None if not config.data else find_files(config.data)
+    dist.barrier()  # every rank has looked before rank 0 changes anything
+    if used:
+        raise ConfigError(f"{out} holds a run already; name another folder with --out, or use --resume latest or --overwrite")
+    default = out / "text" / "language_reference.txt"
+    if parallel.rank == 0:
+        if config.overwrite and not config.resume:
+            for name in PRODUCTS:
+                shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
+        if files is None:
+            write_default_text(default)
+    dist.barrier()
+    text = Text(files or [default])
+    if parallel.rank == 0:
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        where = {"device": str(parallel.device.type), "processes": parallel.world, "ep": parallel.sparse.size(1)}
+        record = {**versions, **where, "text_tokens": len(text), "text_sha256": text.fingerprint()}
+        (out / "environment.json").write_text(json.dumps(record, indent=1) + "\n")
+    return text
+
+
+def due(every: int, step: int, last: int) -> bool:
+    """Whether something that happens each `every` steps (-1: after the last one alone; 0: never) happens after this step."""
+    return every != 0 and (step == last or (every > 0 and step % every == 0))
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Run a whole training on all processes; returns the last step's row of metrics.jsonl."""
+    device = pick_device(config.device)
+    if config.swap_optimizer and device.type == "cpu":
+        raise ConfigError("swap_optimizer keeps AdamW's moments in host memory; on a CPU they are there already, so leave it off")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only with a fixed workspace
+        torch.use_deterministic_algorithms(True)
+    out = Path(config.out)
+    parallel = init_parallel(device, config.ep, config.startup_timeout)
+    check_experts(config.model.num_experts, parallel)
+    sizes = {name: value for name, value in config.to_dict()["model"].items() if name != "preset"}
+    progress: dict[str, Any] = {"step": 0, "tokens": 0, "loss_ema": None}
+    resume = checkpoint.find(config.resume, out / "checkpoints") if config.resume else None
+    if resume:
+        progress = checkpoint.read_progress(resume, sizes)
+
+    dataset = Dataset(prepare_run_folder(config, parallel), config.seq_len, config.eval_fraction, config.seed)
+    model = build_model(config, parallel, fill=resume is None)
+    optimizer = make_optimizer(model, config)
+    if resume:
+        checkpoint.load(resume, model, optimizer)
+        check_buffers_equal(model)
+
+    log = metrics.MetricsLog(out, config.steps, progress["step"]) if parallel.rank == 0 else None
+    if log:
+        parameters = sum(param.numel() for param in model.parameters())
+        log.say(f"{parameters / 1e6:.2f} M parameters | {parallel.world} x {device.type}, ep {parallel.sparse.size(1)} | text of "
+                f"{len(dataset.text)} tokens, {dataset.train_tokens} to train on | {'resumed from ' + str(resume) if resume else 'new'}")
+    flops = metrics.flops_per_token(config.model, config.seq_len)
+    peak = metrics.peak_flops(device, config.dtype, config.peak_tflops)
+    local_tokens = config.seq_len * config.batch * config.accumulate
+    trace = Trace(config.profile_range(), out / "traces", parallel)
+    row: dict[str, Any] = {}
+
+    for step in range(progress["step"] + 1, config.steps + 1):
+        trace.before(step)
+        started = time.perf_counter()
+        first = progress["tokens"] // config.seq_len + parallel.rank * config.batch
+        starts = [first + micro * parallel.world * config.batch for micro in range(config.accumulate)]
+        result = train_step(model, optimizer, config, [dataset.batch(start, config.batch) for start in starts], step)
+        seconds = time.perf_counter() - started
+        if not row:
+            set_timeouts(parallel, config.step_timeout)  # nothing compiles from now on
+        ema = progress["loss_ema"]
+        ema = result["loss"] if ema is None else metrics.EMA_DECAY * ema + (1 - metrics.EMA_DECAY) * result["loss"]
+        progress = {"step": step, "tokens": progress["tokens"] + local_tokens * parallel.world, "loss_ema": ema}
+        rate = local_tokens / seconds
+        row = {**progress, **result, "ms": seconds * 1000, "tokens_per_s": rate, "mfu": flops * rate / peak if peak else None}
+        row["memory_gib"] = metrics.memory_gib(device)
+        if due(config.save_every, step, config.steps):  # before the evaluation: whatever happens there, the step is not lost
+            checkpoint.save(out / "checkpoints", model, optimizer, progress, sizes, config.keep)
+        if due(config.eval_every, step, config.steps) and config.eval_fraction:
+            row["eval_bpb"] = evaluate(model, dataset.held_out(parallel.rank, parallel.world, config.batch, config.eval_sequences))
+        if log:
+            log.row(row)
+            if step == 1 or step == config.steps or step % config.log_every == 0:
+                log.say(log.line(row))
+            if "eval_bpb" in row:
+                log.say(f"step {step}/{config.steps} | held-out bits per byte {row['eval_bpb']:.4f}")
+    trace.before(config.steps + 1)
+    if log:
+        log.close()
+    return row
+
+
+class Trace:
+    """torch.profiler over a range of steps; each rank writes one Chrome trace."""
+
+    def __init__(self, steps: range, folder: Path, parallel: Parallel) -> None:
+        self.steps, self.path = steps, folder / f"steps_{steps.start}_{steps.stop}_rank{parallel.rank}.json"
+        self.profiler: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        if step in self.steps and self.profiler is None:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+        elif step not in self.steps and self.profiler is not None:
+            self.profiler.stop()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.profiler.export_chrome_trace(str(self.path))
+            self.profiler = None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status: 0, or 2 for settings that cannot work (said in one line by rank 0)."""
+    try:
+        train(parse(argv))
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return 2
+    shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
