@@ -81,6 +81,7 @@ FORWARD = OPS.register(
     " bool return_cmp_probs, str impl) -> (Tensor out, Tensor lse, Tensor cmp_probs)",
     fake=_forward_fake,
     eager=_forward,
+    triton="sparse_attn.shared_kv.fwd:attention_fwd",
 )
 BACKWARD = OPS.register(
     "shared_kv_bwd(Tensor dout, Tensor q, Tensor ori_kv, Tensor? cmp_kv, Tensor? cmp_indices, Tensor? sinks, Tensor out, Tensor lse,"

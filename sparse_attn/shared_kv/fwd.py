@@ -1,0 +1,256 @@
+"""The attention's forward in portable Triton: kernels, tile table, launcher.
+
+One program takes one query and a block of its heads, and gathers the keys it sees in tiles of BN. Queries do not share keys: the output
+accumulator of 64 heads x 512 channels is half of a register file, so a second query does not fit. D above 256 is split into two halves of
+256, two accumulators, as one wide product spills. The sink is a key without a value that starts the running maximum and sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from sparse_attn.shared_kv.core import load_rows, product, range_rows, selected_rows, store_rows, used_slots
+from sparse_attn.shared_kv.places import places_of
+
+INDEX_BLOCK = 512
+
+# COMPRESSED: which compressed entries a query sees
+NONE, ALL, SELECTED = 0, 1, 2
+
+
+@triton.jit
+def attend(
+    keys, rows, seen, q0, q1, m, l, acc0, acc1, scale2,
+    D: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile of the online softmax. scale2 is the scale times log2(e): weights are powers of two."""
+    d = tl.arange(0, BD)
+    k0 = load_rows(keys, rows, seen, d, D, EVEN)
+    s = product(q0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
+    if HALVES == 2:
+        k1 = load_rows(keys, rows, seen, BD + d, D, EVEN)
+        s = product(q1, tl.trans(k1), s)
+    s = tl.where(seen[None, :], s * scale2, float("-inf"))
+    new = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet: -inf - -inf would be NaN
+    p = tl.exp2(s - base[:, None])
+    alpha = tl.exp2(m - base)
+    l = l * alpha + tl.sum(p, 1)
+    p = p.to(k0.dtype)
+    acc0 = product(p, k0, acc0 * alpha[:, None])
+    if HALVES == 2:
+        acc1 = product(p, k1, acc1 * alpha[:, None])
+    return new, l, acc0, acc1
+
+
+@triton.jit
+def forward_task(
+    task, q, ori_kv, cmp_kv, indices, sinks, places, out, lse, rows, K, scale2,
+    N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    EVEN: tl.constexpr = D == BD * HALVES
+    HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
+    row = (rows - 1 - task // HEAD_BLOCKS).to(tl.int64)  # the last queries see most: started first, the grid ends together
+    h = (task % HEAD_BLOCKS) * BH + tl.arange(0, BH)
+    n = tl.arange(0, BN)
+    d = tl.arange(0, BD)
+    heads = row * N + h
+    on = h < N
+    q0 = load_rows(q, heads, on, d, D, EVEN)
+    acc0 = tl.zeros([BH, BD], tl.float32)
+    if HALVES == 2:
+        q1 = load_rows(q, heads, on, BD + d, D, EVEN)
+        acc1 = tl.zeros([BH, BD], tl.float32)
+    else:
+        q1 = q0
+        acc1 = tl.zeros([BH, 1], tl.float32)
+    m = tl.full([BH], float("-inf"), tl.float32)
+    l = tl.zeros([BH], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + h, mask=on, other=0.0)
+        finite = (sink > float("-inf")) & (sink < float("inf"))
+        m = tl.where(finite, sink * 1.4426950408889634, m)
+        l = tl.where(finite, 1.0, l)
+
+    begin = tl.load(places + row * 4)
+    end = tl.load(places + row * 4 + 1)
+    for key in range(begin, end, BN):
+        key_rows, seen = range_rows(begin, key + n, end)
+        m, l, acc0, acc1 = attend(ori_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+    if COMPRESSED == 1:
+        begin = tl.load(places + row * 4 + 2)
+        end = tl.load(places + row * 4 + 3)
+        for key in range(begin, end, BN):
+            key_rows, seen = range_rows(begin, key + n, end)
+            m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+    if COMPRESSED == 2:
+        begin = tl.load(places + row * 4 + 2)
+        end = tl.load(places + row * 4 + 3)
+        slots = used_slots(indices, row * K, K, end - begin, BK)
+        for slot in range(0, slots, BN):
+            key_rows, seen = selected_rows(indices, row * K, slot + n, slots, begin, end)
+            m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+
+    nothing = l == 0.0
+    mass = tl.where(nothing, 1.0, l)
+    inverse = 1.0 / mass
+    result = tl.where(nothing, float("-inf"), (m + tl.log2(mass)) * 0.6931471805599453)
+    if SINKS:
+        inverse = tl.where(sink == float("inf"), 0.0, inverse)
+        result = tl.where(sink == float("inf"), sink, result)
+    tl.store(lse + heads, result, mask=on)
+    store_rows(out, heads, on, d, acc0 * inverse[:, None], D, EVEN)
+    if HALVES == 2:
+        store_rows(out, heads, on, BD + d, acc1 * inverse[:, None], D, EVEN)
+
+
+@triton.jit(do_not_specialize=["tasks", "rows", "K", "scale"])
+def attention_fwd_kernel(
+    q, ori_kv, cmp_kv, indices, sinks, places, out, lse, tasks, rows, K, scale,
+    N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    scale2 = scale * 1.4426950408889634
+    if LOOP:
+        for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+            forward_task(
+                task, q, ori_kv, cmp_kv, indices, sinks, places, out, lse, rows, K, scale2,
+                N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK,
+            )  # fmt: skip
+    else:
+        forward_task(
+            tl.program_id(0), q, ori_kv, cmp_kv, indices, sinks, places, out, lse, rows, K, scale2,
+            N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tasks", "rows", "K", "scale"])
+def slot_probs_kernel(
+    q, cmp_kv, indices, places, lse, probs, tasks, rows, K, scale,
+    N: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Mean over heads of exp(z - LSE) in a tile of one query's slots. A second pass over q . k: the LSE is known only after the first,
+    and heads of one query may be in several programs of it."""
+    EVEN: tl.constexpr = D == BD * HALVES
+    tiles = (K + BN - 1) // BN
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        row = (rows - 1 - task // tiles).to(tl.int64)
+        slot = (task % tiles) * BN + tl.arange(0, BN)
+        d = tl.arange(0, BD)
+        key_rows, seen = selected_rows(indices, row * K, slot, K, tl.load(places + row * 4 + 2), tl.load(places + row * 4 + 3))
+        k0 = tl.trans(load_rows(cmp_kv, key_rows, seen, d, D, EVEN))
+        if HALVES == 2:
+            k1 = tl.trans(load_rows(cmp_kv, key_rows, seen, BD + d, D, EVEN))
+        total = tl.zeros([BN], tl.float32)
+        for block in range(0, N, BH):
+            h = block + tl.arange(0, BH)
+            on = h < N
+            heads = row * N + h
+            s = product(load_rows(q, heads, on, d, D, EVEN), k0, tl.zeros([BH, BN], tl.float32))
+            if HALVES == 2:
+                s = product(load_rows(q, heads, on, BD + d, D, EVEN), k1, s)
+            z = s * scale - tl.load(lse + heads, mask=on, other=float("inf"))[:, None]
+            total += tl.sum(tl.where(seen[None, :], tl.exp2(z * 1.4426950408889634), 0.0), 0)
+        tl.store(probs + row * K + slot, total / N, mask=slot < K)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Heads, keys and channels of a tile, and how a kernel with it is launched."""
+
+    BH: int
+    BN: int
+    BD: int
+    HALVES: int
+    num_warps: int
+    num_stages: int
+
+
+def forward_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
+    """The table: 64 heads x 64 keys in 16-bit types (192 KB of shared memory at D = 512); fp32 products need small tiles."""
+    HALVES = 2 if D > 256 else 1
+    BD = 256 if D > 256 else max(16, triton.next_power_of_2(D))
+    BH = min(64, max(16, triton.next_power_of_2(N)))
+    if dtype == torch.float32:
+        return Tiles(min(BH, 16), 32 if D <= 256 else 16, BD, HALVES, 4 if D <= 256 else 8, 1)
+    return Tiles(BH, 64, BD, HALVES, 8 if BH * BD * HALVES > 64 * 256 else 4, 2)
+
+
+def mode_of(cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None) -> int:
+    """COMPRESSED of a call; NONE as well where there is no entry to see or no slot to name one."""
+    if cmp_kv is None or cmp_kv.shape[-2] == 0:
+        return NONE
+    if cmp_indices is None:
+        return ALL
+    return SELECTED if cmp_indices.shape[-1] else NONE
+
+
+_NUMBERS = {"tasks": "i32", "rows": "i32", "K": "i32", "scale": "fp32"}
+
+
+@cache
+def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, loop: bool = False) -> Spec:
+    x, tiles = f"*{TRITON_DTYPE[dtype]}", forward_tiles(dtype, N, D)
+    types = {"q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "out": x, "lse": "*fp32", **_NUMBERS}
+    return Spec(
+        attention_fwd_kernel,
+        types=types,
+        consts={
+            "N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "LOOP": loop,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+@cache
+def probs_spec(dtype: torch.dtype, N: int, D: int) -> Spec:
+    x, tiles = f"*{TRITON_DTYPE[dtype]}", forward_tiles(dtype, N, D)
+    return Spec(
+        slot_probs_kernel,
+        types={"q": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "lse": "*fp32", "probs": "*fp32", **_NUMBERS},
+        consts={"N": N, "D": D, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD, "HALVES": tiles.HALVES},
+        num_warps=tiles.num_warps,
+        num_stages=1,
+    )
+
+
+def attention_fwd(
+    q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None, sinks: torch.Tensor | None,
+    cu_q: torch.Tensor | None, cu_ori: torch.Tensor | None, cu_cmp: torch.Tensor | None, q_offsets: torch.Tensor | None,
+    q_offset: int | None, scale: float, cmp_ratio: int, window: int | None, return_cmp_probs: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out, lse, cmp_probs of the op shared_kv_fwd."""
+    N, D = q.shape[-2:]
+    K = cmp_indices.shape[-1] if cmp_indices is not None else 0
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    probs = torch.empty(cmp_indices.shape if return_cmp_probs and cmp_indices is not None else 0, dtype=torch.float32, device=q.device)
+    rows, mode = lse.numel() // N, mode_of(cmp_kv, cmp_indices)
+    if not rows:
+        return out, lse, probs
+    places = places_of(q, ori_kv, cmp_kv, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, cmp_ratio, window)
+    # a tensor that the mode does not read is stood in for by another of its type
+    q, ori_kv = q.contiguous(), ori_kv.contiguous()
+    cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
+    indices = places if cmp_indices is None else cmp_indices.contiguous()
+    spec = forward_spec(q.dtype, N, D, mode, sinks is not None)
+    tasks = rows * triton.cdiv(N, spec.consts["BH"])
+    spec.launch(
+        (tasks,), q, ori_kv, cmp_kv, indices, lse if sinks is None else sinks.contiguous(), places, out, lse, tasks, rows, K, scale
+    )
+    if return_cmp_probs and mode == NONE:
+        probs.zero_()  # there is no entry that a slot could hold
+    elif return_cmp_probs:
+        spec = probs_spec(q.dtype, N, D)
+        tasks = rows * triton.cdiv(K, spec.consts["BN"])
+        spec.launch((tasks,), q, cmp_kv, indices, places, lse, probs, tasks, rows, K, scale)
+    return out, lse, probs

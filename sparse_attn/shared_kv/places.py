@@ -1,0 +1,116 @@
+"""Which rows of ori_kv and cmp_kv every query may see: the one kernel that knows about batches, packs, offsets and ratios.
+
+places [rows, 4] int32 holds for every query, as rows of the flat arrays,
+    0, 1    begin and end of its window in ori_kv
+    2, 3    begin of its sequence's or document's entries in cmp_kv, and the end of those that are visible to it
+Ranges of successive queries never go back: begins and ends are non-decreasing over the rows, also from document to document, which the
+backward uses to find the queries of a key by bisection. A query after the last document sees nothing and stands at the very end.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_runtime.launch import Spec
+
+BLOCK = 128
+FAR = 1 << 30  # a window without limit; positions stay below it
+
+# how the position of a document's first query is found
+RIGHT_ALIGNED, NUMBER, TENSOR = 0, 1, 2
+
+
+@triton.jit(do_not_specialize=["rows", "rows_ori", "rows_cmp", "S", "S2", "S3", "offset", "window", "ratio", "documents", "steps"])
+def places_kernel(
+    places, cu_q, cu_ori, cu_cmp, offsets, rows, rows_ori, rows_cmp, S, S2, S3, offset, window, ratio, documents, steps,
+    PACKED: tl.constexpr, OFFSET: tl.constexpr, COMPRESSED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = row < rows
+    if PACKED:
+        g = tl.zeros([BLOCK], tl.int32)  # number of documents that end at or before the row: empty documents hold none
+        high = tl.zeros([BLOCK], tl.int32) + documents
+        for _ in range(steps):
+            middle = (g + high) // 2
+            searching = g < high
+            ends_before = tl.load(cu_q + tl.minimum(middle, documents - 1) + 1) <= row
+            g = tl.where(searching & ends_before, middle + 1, g)
+            high = tl.where(searching & ~ends_before, middle, high)
+        inside = real & (g < documents)
+        g = tl.where(inside, g, 0)
+        q_start = tl.load(cu_q + g)
+        ori_start = tl.load(cu_ori + g)
+        ori_length = tl.load(cu_ori + g + 1) - ori_start
+        if OFFSET == 0:
+            first = ori_length - (tl.load(cu_q + g + 1) - q_start)
+        elif OFFSET == 2:
+            first = tl.load(offsets + g)
+        else:
+            first = offset
+        t = row - q_start + first
+        if COMPRESSED:
+            cmp_start = tl.load(cu_cmp + g)
+            cmp_length = tl.load(cu_cmp + g + 1) - cmp_start
+    else:
+        b = tl.where(real, row, 0) // S
+        inside = real
+        ori_start = b * S2
+        ori_length = S2
+        if OFFSET == 2:
+            first = tl.load(offsets + b)
+        else:
+            first = offset
+        t = row - b * S + first
+        cmp_start = b * S3
+        cmp_length = S3
+    low = tl.minimum(tl.maximum(t - window + 1, 0), ori_length)
+    high = tl.minimum(tl.maximum(t + 1, 0), ori_length)
+    tl.store(places + row * 4, tl.where(inside, ori_start + low, rows_ori), mask=real)
+    tl.store(places + row * 4 + 1, tl.where(inside, ori_start + high, rows_ori), mask=real)
+    if COMPRESSED:
+        # clamped first: a division rounds towards 0, so -1 // ratio would be taken for 0 and -ratio for -1
+        visible = tl.minimum(tl.maximum(t + 1, 0) // ratio, cmp_length)
+        tl.store(places + row * 4 + 2, tl.where(inside, cmp_start, rows_cmp), mask=real)
+        tl.store(places + row * 4 + 3, tl.where(inside, cmp_start + visible, rows_cmp), mask=real)
+
+
+_NUMBERS = ("rows", "rows_ori", "rows_cmp", "S", "S2", "S3", "offset", "window", "ratio", "documents", "steps")
+
+
+@cache
+def places_spec(packed: bool, offset: int, compressed: bool) -> Spec:
+    return Spec(
+        places_kernel,
+        types={**dict.fromkeys(("places", "cu_q", "cu_ori", "cu_cmp", "offsets"), "*i32"), **dict.fromkeys(_NUMBERS, "i32")},
+        consts={"PACKED": packed, "OFFSET": offset, "COMPRESSED": compressed, "BLOCK": BLOCK},
+    )
+
+
+def places_of(
+    q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, cu_q: torch.Tensor | None, cu_ori: torch.Tensor | None,
+    cu_cmp: torch.Tensor | None, q_offsets: torch.Tensor | None, q_offset: int | None, cmp_ratio: int, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """places [rows, 4] int32 of the op's arguments; rows are those of q with its leading dimensions joined."""
+    packed = cu_q is not None
+    S, S2, S3 = q.shape[-3], ori_kv.shape[-2], 0 if cmp_kv is None else cmp_kv.shape[-2]
+    batch = 1 if packed else q.shape[0]
+    rows = batch * S
+    places = torch.empty((rows, 4), dtype=torch.int32, device=q.device)
+    if not rows:
+        return places
+    if cu_q is not None and cu_q.shape[0] == 1:  # no document at all: as one that is empty
+        cu_q, cu_ori = torch.zeros(2, dtype=torch.int32, device=q.device), None
+        cu_cmp = None if cu_cmp is None else cu_q
+    how = TENSOR if q_offsets is not None else NUMBER if q_offset is not None or not packed else RIGHT_ALIGNED
+    documents = 0 if cu_q is None else cu_q.shape[0] - 1
+    cuts = [places if x is None else x.contiguous() for x in (cu_q, cu_q if cu_ori is None else cu_ori, cu_cmp, q_offsets)]
+    numbers = (rows, batch * S2, batch * S3, S, S2, S3, S2 - S if q_offset is None else q_offset)
+    places_spec(packed, how, cmp_kv is not None).launch(
+        (triton.cdiv(rows, BLOCK),), places, *cuts, *numbers, FAR if window is None else min(window, FAR), max(cmp_ratio, 1),
+        documents, documents.bit_length(),
+    )  # fmt: skip
+    return places
