@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -82,7 +84,7 @@ class HyperConnection(_Site):
         Without `before` the streams are x itself. `before` = (f, post, comb) is the sublayer that read x: its hc_post is then done here,
         in the same op (hc_post_pre), and gives the streams. pre_mix and return_pre are those of hc_pre.
         """
-        options = {
+        options: dict[str, Any] = {
             "iters": self.iters, "hc_eps": self.hc_eps, "norm_eps": self.norm_eps, "convention": self.convention, "pre_mix": pre_mix,
             "return_pre": return_pre, "impl": self.impl,
         }  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 
 from kernel_runtime import check_dtype, check_int, run_eager, select_impl
 from kernel_runtime.checks import COEFFICIENTS
-from mhc_ops.gates.op import NO_KERNEL, Gates
+from mhc_ops.gates.op import Gates
 from mhc_ops.library import check_coefficient, check_iteration, check_streams, mix_columns
 from reference import mhc as reference
 
@@ -46,7 +46,7 @@ def hc_gates(
     check_coefficient(op, "scale", scale, [3], "mixes", mixes)
     check_coefficient(op, "base", base, [columns], "mixes", mixes)
     check_iteration(op, iters, hc_eps, convention)
-    how = select_impl(op, impl, mixes, no_kernel=NO_KERNEL)
+    how = select_impl(op, impl, mixes)
     if impl == "eager":
         return run_eager(reference.hc_gates, mixes, scale, base, hc_mult=hc_mult, iters=iters, hc_eps=hc_eps, convention=convention)
     return Gates.apply(mixes, scale, base, hc_mult, iters, float(hc_eps), convention, how)

@@ -3,11 +3,10 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from mhc_ops.library import OPS
 from reference import mhc as reference
 
-NO_KERNEL = "no kernel exists yet"
 _OPTIONS = "int hc_mult, int iters, float hc_eps, str convention"
 
 
@@ -32,13 +31,16 @@ FORWARD = OPS.register(
     f"gates_fwd(Tensor mixes, Tensor scale, Tensor base, {_OPTIONS}, str impl) -> (Tensor pre, Tensor post, Tensor comb)",
     fake=_forward_fake,
     eager=_forward,
+    triton="mhc_ops.gates.fwd:gates_fwd",
 )
 BACKWARD = OPS.register(
     "gates_bwd(Tensor? dpre, Tensor? dpost, Tensor? dcomb, Tensor mixes, Tensor scale, Tensor base,"
     f" {_OPTIONS}, str impl) -> (Tensor dmixes, Tensor dscale, Tensor dbase)",
     fake=_backward_fake,
     eager=_backward,
+    triton="mhc_ops.gates.bwd:gates_bwd",
 )
+register_specs("mhc_ops.gates", "mhc_ops.gates.bwd:specs")
 
 
 class Gates(torch.autograd.Function):

@@ -1,0 +1,120 @@
+"""Gates backward: kernels, table of specialisations, launchers, and the specs of both directions for the registry.
+
+d(scale) and d(base) are summed in two stages in a fixed order: every program of the first kernel writes the sums over its tokens, the
+second adds the programs' rows.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_runtime.launch import Spec
+from kernel_runtime.registry import ModelShape
+from mhc_ops.gates.core import comb_mask, gates_block_bwd, load_block, store_block, store_partial, token_mask
+from mhc_ops.gates.fwd import forward_spec
+
+BLOCK_TOKENS = 4
+REDUCE_TILE = 8192  # elements of the second stage's tile
+
+
+@triton.jit(do_not_specialize=["T", "eps"])
+def gates_bwd_kernel(
+    dpre, dpost, dcomb, mixes, scale, base, dmixes, partial, T, eps,
+    N: tl.constexpr, P: tl.constexpr, ITERS: tl.constexpr, H: tl.constexpr, PAPER: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    M: tl.constexpr = N * N + 2 * N
+    first = tl.program_id(0) * BT
+    row = first.to(tl.int64)
+    t = tl.arange(0, BT)
+    i = tl.arange(0, P)
+    live = first + t < T
+    m_pre, m_post, m_comb = load_block(mixes + row * M, live, M, N, P, BT)
+    two = t[:, None] * N + i[None, :]
+    g_pre = tl.load(dpre + row * N + two, mask=token_mask(live, N, P), other=0.0)
+    g_post = tl.load(dpost + row * N + two, mask=token_mask(live, N, P), other=0.0)
+    three = t[:, None, None] * (N * N) + i[None, :, None] * N + i[None, None, :]
+    g_comb = tl.load(dcomb + row * (N * N) + three, mask=comb_mask(live, N, P), other=0.0)
+    z_pre, z_post, z_comb = gates_block_bwd(m_pre, m_post, m_comb, g_pre, g_post, g_comb, live, scale, base, eps, N, P, ITERS, H, PAPER, BT)
+    store_partial(partial + tl.program_id(0).to(tl.int64) * (M + 3), z_pre, z_post, z_comb, m_pre, m_post, m_comb, N, P)
+    z_pre *= tl.load(scale)
+    z_post *= tl.load(scale + 1)
+    z_comb *= tl.load(scale + 2)
+    store_block(dmixes + row * M, live, z_pre, z_post, z_comb, M, N, P, BT)
+
+
+@triton.jit(do_not_specialize=["G"])
+def reduce_partial_kernel(partial, dscale, dbase, G, M: tl.constexpr, C: tl.constexpr, BG: tl.constexpr):
+    """partial [G, M + 3] -> dbase [M] (the first columns), dscale [3] (the rest); one program, C >= M + 3 a power of two"""
+    c = tl.arange(0, C)
+    g = tl.arange(0, BG)
+    acc = tl.zeros((BG, C), tl.float32)
+    for g0 in range(0, G, BG):
+        on = (g0 + g < G)[:, None] & (c < M + 3)[None, :]
+        acc += tl.load(partial + (g0 + g)[:, None] * (M + 3) + c[None, :], mask=on, other=0.0)
+    total = tl.sum(acc, 0)
+    tl.store(dbase + c, total, mask=c < M)
+    tl.store(dscale + c - M, total, mask=(c >= M) & (c < M + 3))
+
+
+@cache
+def backward_spec(n: int, iters: int, convention: str) -> Spec:
+    pointers = ("dpre", "dpost", "dcomb", "mixes", "scale", "base", "dmixes", "partial")
+    return Spec(
+        gates_bwd_kernel,
+        types={**dict.fromkeys(pointers, "*fp32"), "T": "i32", "eps": "fp32"},
+        consts={
+            "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": triton.next_power_of_2(iters),
+            "PAPER": convention == "paper", "BT": BLOCK_TOKENS,
+        },
+        num_warps=1,
+        hot=True,
+    )  # fmt: skip
+
+
+@cache
+def reduce_spec(n: int) -> Spec:
+    m = n * n + 2 * n
+    columns = triton.next_power_of_2(m + 3)
+    return Spec(
+        reduce_partial_kernel,
+        types={"partial": "*fp32", "dscale": "*fp32", "dbase": "*fp32", "G": "i32"},
+        consts={"M": m, "C": columns, "BG": REDUCE_TILE // columns},
+        num_warps=8,
+    )
+
+
+def reduce_partial(partial: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """dscale [3], dbase [M] from the rows that store_partial wrote, partial [G, M + 3] fp32; zeros for G = 0."""
+    dscale, dbase = (torch.empty(size, dtype=torch.float32, device=partial.device) for size in (3, n * n + 2 * n))
+    reduce_spec(n).launch((1,), partial, dscale, dbase, partial.shape[0])
+    return dscale, dbase
+
+
+def gates_bwd(
+    dpre: torch.Tensor | None, dpost: torch.Tensor | None, dcomb: torch.Tensor | None,
+    mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc_mult: int, iters: int, hc_eps: float, convention: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    mixes, scale, base = mixes.contiguous(), scale.contiguous(), base.contiguous()
+    lead, n = mixes.shape[:-1], hc_mult
+    grads = [
+        torch.zeros((*lead, *tail), dtype=torch.float32, device=mixes.device) if grad is None else grad.contiguous()
+        for grad, tail in ((dpre, (n,)), (dpost, (n,)), (dcomb, (n, n)))
+    ]
+    dmixes = torch.empty_like(mixes)
+    tokens = mixes.numel() // mixes.shape[-1]
+    programs = triton.cdiv(tokens, BLOCK_TOKENS)
+    partial = torch.empty((programs, mixes.shape[-1] + 3), dtype=torch.float32, device=mixes.device)
+    if tokens:
+        spec = backward_spec(n, iters, convention)
+        spec.launch((programs,), *grads, mixes, scale, base, dmixes, partial, tokens, hc_eps)
+    return dmixes, *reduce_partial(partial, n)
+
+
+def specs(shape: ModelShape) -> Iterator[Spec]:
+    n = shape.hc_mult
+    yield forward_spec(n, shape.sinkhorn_iters, "v4")
+    yield backward_spec(n, shape.sinkhorn_iters, "v4")
+    yield reduce_spec(n)
