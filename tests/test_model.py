@@ -470,3 +470,20 @@ def test_config():
 def test_inputs_that_cannot_work_are_refused(ids, labels, options, error, message):
     with pytest.raises(error, match=message):
         make()(ids, labels, **options)
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 16])
+def test_attention_compiles_without_graph_breaks(ratio):
+    """Forward and backward of an attention site, indexer loss included, in one graph (the expert dispatch reads counts on the host)."""
+    model = make(change(num_layers=1, compress_ratios=(ratio,), mtp_layers=0), spread=0.05)
+    attention, x = model.layers[0].attn, torch.randn(2, 40, TINY.hidden_size)
+    rope = rope_cos_sin(torch.arange(40), model.compressed_frequencies)
+    torch._dynamo.reset()
+    results = []
+    for run in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
+        attention.zero_grad()
+        out, kl = run(x, *rope, True)
+        (out.sum() if kl is None else out.sum() + kl).backward()
+        results.append([out, *([] if kl is None else [kl]), *(p.grad for p in attention.parameters())])
+    for plain, compiled in zip(*results):
+        torch.testing.assert_close(compiled, plain)

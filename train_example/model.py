@@ -22,14 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mhc_ops import hc_expand, hc_head, hc_post, hc_post_pre, hc_pre
+from mhc_ops import HyperConnection, HyperHead, hc_expand, hc_post
 from reference.rope import rope_cos_sin, rope_frequencies
 from train_example.attention import Attention, RMSNorm
 from train_example.config import ModelConfig
 from train_example.moe import HashRouter, MoE
 
 IGNORE = -100
-SCALE_INIT = 0.01  # of mHC's three factors, as arXiv 2512.24880 starts them: the mix is nearly the same for every token at first
 
 
 class ModelOutput(NamedTuple):
@@ -43,55 +42,30 @@ class ModelOutput(NamedTuple):
     expert_counts: Tensor  # [MoE sites, E] int64: rows this process's tokens sent to each expert; the MTP block's site comes last
 
 
-class HyperConnection(nn.Module):
-    """mHC at one sublayer: fn [N*N + 2N, N*D], base [N*N + 2N], scale [3], all fp32."""
+class Hyper(HyperConnection):
+    """mHC at one sublayer, with the config's options."""
 
     fp32_island = True
 
     def __init__(self, config: ModelConfig, impl: str) -> None:
-        super().__init__()
-        N, D = config.hc_mult, config.hidden_size
-        self.fn = nn.Parameter(torch.empty(N * N + 2 * N, N * D))
-        self.base = nn.Parameter(torch.empty(N * N + 2 * N))
-        self.scale = nn.Parameter(torch.empty(3))
-        self.options = {"iters": config.hc_iters, "hc_eps": config.hc_eps, "norm_eps": config.norm_eps, "convention": "v4", "impl": impl}
-
-    def init_weights(self, std: float) -> None:
-        nn.init.normal_(self.fn, std=std)
-        nn.init.zeros_(self.base)
-        nn.init.constant_(self.scale, SCALE_INIT)
-
-    def forward(self, x: Tensor, before: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, S, N, D] -> streams, y [B, S, D], post [B, S, N], comb [B, S, N, N] of this sublayer.
-
-        `before` (f, post, comb) is the sublayer that read x; its expansion is then done here, in one op, and gives the streams.
-        """
-        if before is None:
-            return x, *hc_pre(x, self.fn, self.scale, self.base, **self.options)
-        f, post, comb = before
-        return hc_post_pre(f, x, post, comb, self.fn, self.scale, self.base, **self.options)
+        super().__init__(
+            config.hidden_size,
+            config.hc_mult,
+            iters=config.hc_iters,
+            hc_eps=config.hc_eps,
+            norm_eps=config.norm_eps,
+            convention="v4",
+            impl=impl,
+        )
 
 
-class HyperHead(nn.Module):
-    """Weighted sum of the streams, [B, S, N, D] -> [B, S, D]: fn [N, N*D], base [N], scale [1], all fp32."""
+class Head(HyperHead):
+    """The weighted sum of the streams that leaves mHC, with the config's options."""
 
     fp32_island = True
 
     def __init__(self, config: ModelConfig, impl: str) -> None:
-        super().__init__()
-        N, D = config.hc_mult, config.hidden_size
-        self.fn = nn.Parameter(torch.empty(N, N * D))
-        self.base = nn.Parameter(torch.empty(N))
-        self.scale = nn.Parameter(torch.empty(1))
-        self.options = {"hc_eps": config.hc_eps, "norm_eps": config.norm_eps, "impl": impl}
-
-    def init_weights(self, std: float) -> None:
-        nn.init.normal_(self.fn, std=std)
-        nn.init.zeros_(self.base)
-        nn.init.constant_(self.scale, SCALE_INIT)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return hc_head(x, self.fn, self.scale, self.base, **self.options)
+        super().__init__(config.hidden_size, config.hc_mult, hc_eps=config.hc_eps, norm_eps=config.norm_eps, impl=impl)
 
 
 class Layer(nn.Module):
@@ -100,10 +74,10 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, layer_index: int, ratio: int, impl: str) -> None:
         super().__init__()
         self.impl = impl
-        self.attn_hc = HyperConnection(config, impl)
+        self.attn_hc = Hyper(config, impl)
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, ratio, impl)
-        self.moe_hc = HyperConnection(config, impl)
+        self.moe_hc = Hyper(config, impl)
         self.moe_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.moe = MoE(config, layer_index)
 
@@ -129,7 +103,7 @@ class MTPBlock(nn.Module):
         self.stream_norm = RMSNorm(D, config.norm_eps)
         self.stream_proj = nn.Linear(D, D, bias=False)
         self.layer = Layer(config, config.num_layers, config.mtp_compress_ratio, impl)
-        self.hc_head = HyperHead(config, impl)
+        self.hc_head = Head(config, impl)
         self.norm = RMSNorm(D, config.norm_eps)
 
     def forward(
@@ -154,7 +128,7 @@ class DeepSeekV4(nn.Module):
         with torch.device("meta"):  # nn.Linear would fill its weight, and draw from the RNG, to have both thrown away
             self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(Layer(config, i, ratio, impl) for i, ratio in enumerate(config.compress_ratios))
-            self.hc_head = HyperHead(config, impl)
+            self.hc_head = Head(config, impl)
             self.norm = RMSNorm(config.hidden_size, config.norm_eps)
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.mtp = nn.ModuleList(MTPBlock(config, impl) for _ in range(config.mtp_layers))
@@ -174,6 +148,8 @@ class DeepSeekV4(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.init_std)
+            elif isinstance(module, HyperConnection | HyperHead):
+                module.reset_parameters(self.config.init_std)
             elif callable(init_weights := getattr(module, "init_weights", None)):
                 init_weights(self.config.init_std)
 
