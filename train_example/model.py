@@ -42,7 +42,7 @@ class ModelOutput(NamedTuple):
     expert_counts: Tensor  # [MoE sites, E] int64: rows this process's tokens sent to each expert; the MTP block's site comes last
 
 
-class Hyper(HyperConnection):
+class ModelHyperConnection(HyperConnection):
     """mHC at one sublayer, with the config's options."""
 
     fp32_island = True
@@ -59,7 +59,7 @@ class Hyper(HyperConnection):
         )
 
 
-class Head(HyperHead):
+class ModelHyperHead(HyperHead):
     """The weighted sum of the streams that leaves mHC, with the config's options."""
 
     fp32_island = True
@@ -74,10 +74,10 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, layer_index: int, ratio: int, impl: str) -> None:
         super().__init__()
         self.impl = impl
-        self.attn_hc = Hyper(config, impl)
+        self.attn_hc = ModelHyperConnection(config, impl)
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, ratio, impl)
-        self.moe_hc = Hyper(config, impl)
+        self.moe_hc = ModelHyperConnection(config, impl)
         self.moe_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.moe = MoE(config, layer_index)
 
@@ -103,7 +103,7 @@ class MTPBlock(nn.Module):
         self.stream_norm = RMSNorm(D, config.norm_eps)
         self.stream_proj = nn.Linear(D, D, bias=False)
         self.layer = Layer(config, config.num_layers, config.mtp_compress_ratio, impl)
-        self.hc_head = Head(config, impl)
+        self.hc_head = ModelHyperHead(config, impl)
         self.norm = RMSNorm(D, config.norm_eps)
 
     def forward(
@@ -128,7 +128,7 @@ class DeepSeekV4(nn.Module):
         with torch.device("meta"):  # nn.Linear would fill its weight, and draw from the RNG, to have both thrown away
             self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(Layer(config, i, ratio, impl) for i, ratio in enumerate(config.compress_ratios))
-            self.hc_head = Head(config, impl)
+            self.hc_head = ModelHyperHead(config, impl)
             self.norm = RMSNorm(config.hidden_size, config.norm_eps)
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.mtp = nn.ModuleList(MTPBlock(config, impl) for _ in range(config.mtp_layers))
