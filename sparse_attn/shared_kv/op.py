@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from reference import sparse_attn as reference
 from sparse_attn.library import OPS
 
@@ -17,10 +17,15 @@ _OPTIONS = (
     "Tensor? cu_q, Tensor? cu_ori, Tensor? cu_cmp, Tensor? q_offsets, SymInt? q_offset, float scale, SymInt cmp_ratio, SymInt? window"
 )
 
+MAX_KERNEL_D = 512
+
 
 def no_kernel(q: torch.Tensor) -> str | None:
     """Why no kernel covers this call, None if one does."""
-    return "no kernel exists yet"
+    D = q.shape[-1]
+    if D % 16 or D > MAX_KERNEL_D:
+        return f"q has D = {D} channels; kernels take multiples of 16 up to {MAX_KERNEL_D}"
+    return None
 
 
 def _attention(q, ori_kv, cmp_kv, cmp_indices, sinks, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, scale, cmp_ratio, window, **returns):
@@ -88,7 +93,9 @@ BACKWARD = OPS.register(
     f" {_OPTIONS}, bool deterministic, str impl) -> (Tensor dq, Tensor dori_kv, Tensor dcmp_kv, Tensor dsinks)",
     fake=_backward_fake,
     eager=_backward,
+    triton="sparse_attn.shared_kv.bwd:attention_bwd",
 )
+register_specs("sparse_attn.shared_kv", "sparse_attn.shared_kv.bwd:specs")
 
 
 class SharedKV(torch.autograd.Function):

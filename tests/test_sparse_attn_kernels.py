@@ -1,0 +1,214 @@
+"""Attention kernels against the fp64 reference: all modes and layouts, every gradient, unwritten elements poisoned.
+
+On `kernel_device`: Triton's interpreter on the CPU, or a GPU.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reference.cases import relative_error
+from reference.cases.sparse_attn import ATTENTION_CASES, AttentionCase, attention_inputs
+from reference.sparse_attn import sparse_attn_shared_kv as reference
+from sparse_attn import sparse_attn_shared_kv
+from tests.op_checks import poison_empty, strided_variants
+
+DIFFERENTIABLE = ("q", "ori_kv", "cmp_kv", "sinks")
+RESULTS = ("out", "lse", "cmp_probs")
+# A kernel may be this many times further from fp64 than the reference in the inputs' own dtype: the kernel rounds P and dZ to it for the
+# products, and delta comes from the rounded output; the reference computes in fp32 and rounds inputs and results alone.
+BUDGET = {torch.float32: 8.0, torch.float16: 4.0, torch.bfloat16: 4.0}
+# Errors smaller than a few rounding steps of the dtype are noise, not a yardstick.
+FLOOR = {torch.float32: 2e-7, torch.float16: 2.5e-4, torch.bfloat16: 2e-3}
+
+
+def run(fn, inputs, dtype, **more):
+    """All results and gradients by name; cotangents are the same numbers in every dtype."""
+    inputs = {name: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() and name != "sinks" else x for name, x in inputs.items()}
+    if "sinks" in inputs:
+        inputs["sinks"] = inputs["sinks"].to(torch.float64 if dtype == torch.float64 else torch.float32)
+    names = [name for name in DIFFERENTIABLE if name in inputs]
+    for name in names:
+        inputs[name] = inputs[name].detach().requires_grad_()
+    results = fn(**inputs, return_lse=True, return_cmp_probs="cmp_indices" in inputs, **more)
+    out = results[0]
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16).to(out.device, dtype)
+    grads = torch.autograd.grad(out, [inputs[name] for name in names], cotangent)
+    return dict(zip((*RESULTS[: len(results)], *(f"d{name}" for name in names)), (*(x.detach() for x in results), *grads)))
+
+
+def _finite(x):
+    """Infinities as numbers of their own (a mismatch shows), NaN as it is."""
+    x = x.double()
+    return torch.where(x == torch.inf, 1e3, torch.where(x == -torch.inf, -1e3, x))
+
+
+def check(case, device, dtype, seed=1, change=None, **more):
+    inputs = attention_inputs(case, seed=seed, dtype=dtype, device=device)
+    if change is not None:
+        inputs = change(inputs)
+    want = run(reference, inputs, torch.float64)
+    same = run(reference, inputs, dtype)
+    got = run(sparse_attn_shared_kv, inputs, dtype, impl="triton", **more)
+    assert got.keys() == want.keys()
+    for name, w in want.items():
+        assert got[name].shape == w.shape and got[name].dtype == same[name].dtype, name
+        error = relative_error(_finite(got[name]), _finite(w))
+        limit = BUDGET[dtype] * max(relative_error(_finite(same[name]), _finite(w)), FLOOR[dtype])
+        assert error <= limit, f"{name}: {error:.1e}, allowed {limit:.1e}"
+    return got
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_every_case_in_fp32(kernel_device, monkeypatch, case, deterministic):
+    poison_empty(monkeypatch)
+    check(case, kernel_device, torch.float32, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["swa", "cfa_pack", "scfa", "scfa_pack"])
+def test_low_precision(kernel_device, monkeypatch, name, dtype):
+    poison_empty(monkeypatch)
+    case = next(c for c in ATTENTION_CASES if c.name == name)
+    for deterministic in (False, True):
+        check(case, kernel_device, dtype, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("D", [16, 48, 112, 272, 512])
+def test_channels(kernel_device, monkeypatch, D):
+    """One tile, a tail past D, two halves with a tail in the second, two full halves."""
+    poison_empty(monkeypatch)
+    check(AttentionCase("", "scfa", B=1, S=5, S2=9, D=D, cmp_ratio=2), kernel_device, torch.float32, deterministic=True)
+    check(AttentionCase("", "cfa", B=1, S=5, S2=9, D=D, cmp_ratio=2), kernel_device, torch.float32)
+
+
+@pytest.mark.parametrize("N", [1, 15, 17, 33, 65, 128])
+def test_heads(kernel_device, monkeypatch, N):
+    """Less than a block of heads, one more than it, several blocks with a tail."""
+    poison_empty(monkeypatch)
+    check(AttentionCase("", "scfa", B=1, S=4, S2=9, N=N, cmp_ratio=2, sinks="extreme"), kernel_device, torch.float32)
+    if kernel_device == "cuda":
+        check(AttentionCase("", "scfa", B=1, S=40, N=N, cmp_ratio=2, sinks="extreme"), kernel_device, torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
+def test_many_tiles_of_keys(kernel_device, monkeypatch, mode):
+    """Windows and lists longer than a tile, lengths that no tile divides."""
+    poison_empty(monkeypatch)
+    case = AttentionCase("", mode, B=1, S=3, S2=205, N=2, window=101, cmp_ratio=2, K=75)
+    check(case, kernel_device, torch.float32, deterministic=True)
+    check(replace(case, window=None, indices="topk"), kernel_device, torch.float32)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("name", ["swa_pack", "cfa", "scfa", "scfa_pack_longer_keys"])
+def test_chunks_of_queries(kernel_device, monkeypatch, name, deterministic):
+    """The backward in chunks of a few queries, the last one shorter."""
+    from sparse_attn.shared_kv import bwd
+
+    poison_empty(monkeypatch)
+    monkeypatch.setattr(bwd, "CHUNK_BYTES", 3000)
+    case = next(c for c in ATTENTION_CASES if c.name == name)
+    check(case, kernel_device, torch.float32, deterministic=deterministic)
+
+
+def test_list_longer_than_a_block_of_indices(kernel_device, monkeypatch):
+    poison_empty(monkeypatch)
+    check(AttentionCase("", "scfa", B=1, S=2, S2=23, N=2, K=700, cmp_ratio=3), kernel_device, torch.float32, deterministic=True)
+
+
+def test_rows_after_the_last_document(kernel_device, monkeypatch):
+    poison_empty(monkeypatch)
+    for mode in ("swa", "cfa", "scfa"):
+
+        def cut(inputs):
+            return {**inputs, "cu_seqlens_q": torch.tensor([0, 5, 5, 9], dtype=torch.int32, device=kernel_device)}
+
+        got = check(AttentionCase("", mode, docs_q=(5, 0, 8)), kernel_device, torch.float32, change=cut, deterministic=True)
+        assert (got["out"][9:] == 0).all() and (got["dq"][9:] == 0).all() and (got["dori_kv"][9:] == 0).all()
+
+
+def test_no_document_at_all(kernel_device, monkeypatch):
+    poison_empty(monkeypatch)
+    for mode in ("swa", "cfa", "scfa"):
+
+        def cut(inputs):
+            return {**inputs, "cu_seqlens_q": torch.zeros(1, dtype=torch.int32, device=kernel_device)}
+
+        got = check(AttentionCase("", mode, docs_q=(9,)), kernel_device, torch.float32, change=cut)
+        assert (got["out"] == 0).all()
+
+
+@pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
+@pytest.mark.parametrize("empty", ["B", "S", "T", "K", "keys"])
+def test_empty(kernel_device, monkeypatch, mode, empty):
+    poison_empty(monkeypatch)
+    case = AttentionCase("", mode)
+    if empty == "T":
+        case = replace(case, docs_q=(0, 0))
+    elif empty == "keys":
+        case = replace(case, S=3, S2=0, q_offset=2)
+    else:
+        case = replace(case, **{empty: 0})
+    check(case, kernel_device, torch.float32)
+
+
+def test_strides(kernel_device):
+    case = AttentionCase("", "scfa", S=6, S2=12, cmp_ratio=2)
+    inputs = attention_inputs(case, seed=2, device=kernel_device)
+    want = run(sparse_attn_shared_kv, inputs, torch.float32, impl="triton", deterministic=True)
+    for name in ("q", "ori_kv", "cmp_kv", "cmp_indices"):
+        variants = strided_variants(inputs[name]) if name != "cmp_indices" else [inputs[name].transpose(0, 2).contiguous().transpose(0, 2)]
+        for variant in variants:
+            got = run(sparse_attn_shared_kv, {**inputs, name: variant}, torch.float32, impl="triton", deterministic=True)
+            assert all(torch.equal(got[key], want[key]) for key in want), name
+
+
+def test_rows_that_do_not_count_are_never_read(kernel_device):
+    """NaN in row 0, which a masked slot's address points to, and in every other entry that no query sees."""
+    inputs = attention_inputs(AttentionCase("", "scfa", B=1, S=19, cmp_ratio=4), seed=3, device=kernel_device)
+    index = torch.full_like(inputs["cmp_indices"], -1)
+    index[..., 2] = 3
+    index[..., 3] = 1 << 30
+    inputs["cmp_indices"] = index
+    dirty = inputs["cmp_kv"].clone()
+    dirty[:, :3] = torch.nan
+    for deterministic in (False, True):
+        got = run(sparse_attn_shared_kv, {**inputs, "cmp_kv": dirty}, torch.float32, impl="triton", deterministic=deterministic)
+        want = run(sparse_attn_shared_kv, inputs, torch.float32, impl="triton", deterministic=deterministic)
+        assert all(torch.equal(got[key], want[key]) for key in want)
+        assert (got["dcmp_kv"][:, :3] == 0).all() and (got["dcmp_kv"][:, 3] != 0).any()
+
+
+def test_deterministic_is_bit_equal(kernel_device):
+    case = AttentionCase("", "scfa", B=1, S=12, cmp_ratio=2, K=9)
+    inputs = attention_inputs(case, seed=4, device=kernel_device)
+    runs = [run(sparse_attn_shared_kv, inputs, torch.float32, impl="triton", deterministic=True) for _ in range(2)]
+    assert all(torch.equal(runs[0][key], other[key]) for other in runs[1:] for key in runs[0])
+
+
+def test_deterministic_follows_torch(kernel_device, monkeypatch):
+    from sparse_attn.shared_kv import bwd
+
+    used = []
+    monkeypatch.setattr(bwd, "owner_lists", lambda *args, original=bwd.owner_lists: used.append(1) or original(*args))
+    inputs = attention_inputs(AttentionCase("", "scfa", B=1, S=6, cmp_ratio=2), device=kernel_device)
+    for switch, explicit, expected in ((False, None, 0), (True, None, 1), (True, False, 0), (False, True, 1)):
+        used.clear()
+        torch.use_deterministic_algorithms(switch)
+        try:
+            run(sparse_attn_shared_kv, inputs, torch.float32, impl="triton", deterministic=explicit)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert len(used) == expected
+
+
+@pytest.mark.parametrize("D", [24, 528])
+def test_auto_takes_eager_where_no_kernel_exists(kernel_device, D):
+    inputs = attention_inputs(AttentionCase("", "scfa", B=1, S=5, D=D, cmp_ratio=2), device=kernel_device)
+    got, want = sparse_attn_shared_kv(**inputs), sparse_attn_shared_kv(**inputs, impl="eager")
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=rf"cannot run here: q has D = {D} channels; kernels take multiples of 16 up to 512"):
+        sparse_attn_shared_kv(**inputs, impl="triton")
