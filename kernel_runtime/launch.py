@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +13,10 @@ import triton
 
 TRITON_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 CUDA_SMEM_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+ON_ASCEND = "ascend" in triton.backends.backends
+
+# called with (spec, arguments) before every launch; kernel_runtime.guard.record fills it for a while
+LAUNCH_OBSERVERS: list[Callable[[Spec, tuple[Any, ...]], None]] = []
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,10 @@ class Spec:
     types   run-time arguments in the kernel's order: name -> "*bf16", "*fp32", "i32", "fp32". Run-time integers are token or row counts
             and belong into the kernel's do_not_specialize, so that no length ever recompiles; sizes of the model are constants.
     hot     may contain no scalar loop when compiled for Ascend.
-    targets backends this kernel is for; a kernel with no Ascend form has a twin that has one.
+    targets backends this kernel is for ("cuda", "hip", "ascend"); a kernel with no Ascend form has a twin that has one. "cuda" kernels
+            that use nothing of NVIDIA's alone are compiled for AMD as well, see `portable`.
+    tokens  tokens that one pass of the kernel's outermost loop, or one program, handles; 0 = not stated. For the traffic estimate.
+    minimal_bytes  bytes a token that the kernel must move between global memory and the chip, weights apart; 0 = not stated.
     """
 
     kernel: Any
@@ -31,16 +40,42 @@ class Spec:
     hot: bool = False
     targets: tuple[str, ...] = ("cuda", "ascend")
     options: Mapping[str, Any] = field(default_factory=dict)
+    tokens: int = 0
+    minimal_bytes: float = 0.0
 
     @property
     def name(self) -> str:
         return self.kernel.__name__
 
+    @cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """What tells two specialisations apart; equal for equal kernels, constants, types and options."""
+        consts = tuple((n, repr(v)) for n, v in self.consts.items())
+        options = tuple(sorted((n, repr(v)) for n, v in self.options.items()))
+        return (self.kernel.__module__, self.name, tuple(self.types.items()), consts, self.num_warps, self.num_stages, options)
+
+    @cached_property
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments of a launch. Triton-Ascend ignores warps and stages, and warns about them."""
+        sizes = {} if ON_ASCEND else {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**self.consts, **sizes, **self.options}
+
     def launch(self, grid: Sequence[int], *args: Any) -> Any:
         """Starts the kernel on the current device and stream; `args` are the run-time arguments in order."""
-        return self.kernel[tuple(grid)](*args, **self.consts, num_warps=self.num_warps, num_stages=self.num_stages, **self.options)
+        for observer in LAUNCH_OBSERVERS:
+            observer(self, args)
+        return self.kernel[tuple(grid)](*args, **self.keywords)
 
-    def source(self) -> triton.compiler.ASTSource:
+    @property
+    def portable(self) -> bool:
+        """Whether the kernel is plain Triton, so that it compiles for every GPU; one for a single backend is taken not to be."""
+        return "cuda" in self.targets and len(self.targets) > 1 and not self.gluon
+
+    @property
+    def gluon(self) -> bool:
+        return bool(getattr(self.kernel, "is_gluon", bool)())
+
+    def source(self) -> Any:
         """What Triton's compiler takes, with the specialisation that the launch above would pick for 16-byte aligned tensors."""
         names = self.kernel.arg_names
         runtime = [n for n in names if n not in self.consts]
@@ -48,9 +83,33 @@ class Spec:
             raise ValueError(f"{self.name}: run-time arguments are {runtime} but the spec types {list(self.types)}")
         signature = {n: "constexpr" if n in self.consts else self.types[n] for n in names}
         attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if str(signature[n]).startswith("*")}
-        return triton.compiler.ASTSource(fn=self.kernel, signature=signature, constexprs=dict(self.consts), attrs=attrs)
+        make = triton.compiler.ASTSource
+        if self.gluon:
+            make = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
+        return make(fn=self.kernel, signature=signature, constexprs=dict(self.consts), attrs=attrs)
 
     def compile(self, target: Any) -> Any:
         """Compiles for a triton GPUTarget without a device; returns the compiled kernel, whose metadata has shared memory and so on."""
         options = dict(num_warps=self.num_warps, num_stages=self.num_stages, **self.options)
         return triton.compile(self.source(), target=target, options=options)
+
+    def cache_hash(self, target: Any) -> str:
+        """The key (hex) under which Triton's cache holds this specialisation for `target`, without compiling it."""
+        import hashlib
+
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+        from triton.compiler.compiler import make_backend
+        from triton.runtime.cache import get_cache_key
+
+        backend = make_backend(target)
+        options = backend.parse_options(dict(num_warps=self.num_warps, num_stages=self.num_stages, **self.options))
+        key = get_cache_key(self.source(), backend, options, env_vars=get_cache_invalidating_env_vars())
+        return hashlib.sha256(key.encode("utf-8")).hexdigest()
+
+    def sample_arguments(self) -> list[Any]:
+        """Arguments with which Triton's own `warmup` picks this specialisation: dtypes for pointers, numbers for the rest."""
+        return [_SAMPLE_TENSOR[kind] if kind.startswith("*") else (0.5 if "fp" in kind else 16) for kind in self.types.values()]
+
+
+_SAMPLE_TENSOR = {f"*{name}": dtype for dtype, name in TRITON_DTYPE.items()}
+_SAMPLE_TENSOR |= {"*fp64": torch.float64, "*i8": torch.int8, "*u8": torch.uint8, "*i16": torch.int16, "*i1": torch.bool}

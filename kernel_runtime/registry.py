@@ -7,8 +7,12 @@ launchers use, so nothing is written twice.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+OP_PACKAGES = ("mhc_ops", "sparse_attn", "indexer")  # importing one fills the registry; named here, never imported by this package itself
 
 _SPECS: dict[str, str] = {}
 
@@ -28,6 +32,61 @@ class ModelShape:
     index_topk: int
     sinkhorn_iters: int = 20
     dtype: str = "bf16"
+
+
+PRESETS = {
+    "tiny": ModelShape(64, 4, 4, 32, 16, (4, 16), 4, 32, 8, dtype="fp32"),
+    "flash": ModelShape(4096, 4, 64, 512, 128, (4, 128), 64, 128, 512),
+    "pro": ModelShape(7168, 4, 128, 512, 128, (4, 128), 64, 128, 1024),
+}
+# field of ModelShape -> the trainer's name of it
+_TRAINER_NAMES = {
+    "hidden": "hidden_size", "hc_mult": "hc_mult", "heads": "num_heads", "head_dim": "head_dim", "window": "window",
+    "index_heads": "index_heads", "index_dim": "index_head_dim", "index_topk": "index_topk", "sinkhorn_iters": "hc_iters",
+}  # fmt: skip
+
+
+def compressed_ratios(ratios: Iterable[int]) -> tuple[int, ...]:
+    """The ratios of layers that compress, each once; 0 and 1 stand for a window-only layer."""
+    return tuple(sorted({r for r in ratios if r > 1}))
+
+
+def shape_of(config: Any, dtype: str | None = None) -> ModelShape:
+    """ModelShape of a preset's name, of a trainer's model configuration (object or mapping), or of a whole trainer configuration.
+
+    A mapping may name a preset and override single sizes, as the trainer's config files do; `dtype` is Triton's name ("bf16", "fp32").
+    ValueError for a name that is no preset, or where a size is missing.
+    """
+    if isinstance(config, ModelShape):
+        return config if dtype is None else replace(config, dtype=dtype)
+    if isinstance(config, str):
+        if config not in PRESETS:
+            raise ValueError(f"unknown model {config!r}, wanted one of {', '.join(PRESETS)} or a file")
+        return shape_of(PRESETS[config], dtype)
+    get = config.get if isinstance(config, Mapping) else lambda name, default=None: getattr(config, name, default)
+    model = get("model")
+    if model is not None:
+        if isinstance(model, Mapping) and "preset" not in model and get("preset"):
+            model = {"preset": get("preset"), **model}
+        return shape_of(model, dtype or get("dtype"))
+    base = shape_of(get("preset"), None) if get("preset") else None
+    found = {field: get(name) for field, name in _TRAINER_NAMES.items() if get(name) is not None}
+    ratios = get("compress_ratios")
+    if ratios is not None:
+        mtp = get("mtp_compress_ratio") if get("mtp_layers") else None
+        found["ratios"] = compressed_ratios([*ratios, mtp or 0])
+    missing = [f.name for f in fields(ModelShape) if f.name not in found and f.name not in ("sinkhorn_iters", "dtype")]
+    if base is None and missing:
+        raise ValueError(f"the model configuration lacks {', '.join(_TRAINER_NAMES.get(m, 'compress_ratios') for m in missing)}")
+    shape = replace(base, **found) if base is not None else ModelShape(**found)
+    return shape if dtype is None else replace(shape, dtype=dtype)
+
+
+def import_ops() -> None:
+    """Imports the op packages that are installed, which fills the registry."""
+    for package in OP_PACKAGES:
+        if importlib.util.find_spec(package) is not None:
+            importlib.import_module(package)
 
 
 def register_specs(name: str, path: str) -> None:

@@ -1,0 +1,189 @@
+"""python -m kernel_runtime.ascend: compiles every registered kernel to HIVM for Ascend and fails where one does not compile.
+
+Runs in an environment of its own with triton-ascend and no torch (`make ascend-check` makes it and puts the torch stand-in on the path).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kernel_runtime.ascend.compile import Result, compile_to_hivm
+from kernel_runtime.registry import PRESETS, import_ops, registered_specs, shape_of
+
+TARGETS = ("Ascend910B3", "Ascend910_9382")
+MEMORIES = ("UB", "L1", "L0C")
+
+
+@dataclass
+class Row:
+    """One kernel specialisation on one target with one compiler."""
+
+    op: str
+    kernel: str
+    models: list[str]
+    target: str
+    compiler: str
+    consts: dict[str, Any]
+    hot: bool
+    stage: str = ""
+    error: str = ""
+    seconds: float = 0.0
+    core: str = ""
+    planned: dict[str, int] = field(default_factory=dict)
+    scalar_loops: int = 0
+    narrow_loops: int = 0
+    loads: dict[str, int] = field(default_factory=dict)
+    stores: dict[str, int] = field(default_factory=dict)
+    workspace: int = 0
+    dma: int = 0
+    scalar_loads: int = 0
+    vector: int = 0
+    cube: int = 0
+    tokens: int = 0
+    minimal_bytes: float = 0.0
+
+    @property
+    def failure(self) -> str:
+        if self.error:
+            return self.error
+        return f"{self.scalar_loops} scalar loops in a kernel listed as hot" if self.hot and self.scalar_loops else ""
+
+
+def entries(models: list[str], pattern: str) -> Iterator[tuple[str, int, Any, list[str]]]:
+    """(op, position among the op's specs, spec, models that need it) of every specialisation for Ascend, each once."""
+    import_ops()
+    found: dict[Any, list[str]] = {}
+    first: dict[Any, tuple[str, int, Any]] = {}
+    for model in models:
+        for position, (op, spec) in enumerate(registered_specs(shape_of(model))):
+            if "ascend" in spec.targets and (pattern in spec.name or pattern in op):
+                users = found.setdefault(spec.identity, [])
+                if model not in users:
+                    users.append(model)
+                first.setdefault(spec.identity, (op, position, spec))
+    for identity, users in found.items():
+        yield (*first[identity], users)
+
+
+def compiler_folders(folders: list[str]) -> dict[str, Path]:
+    """name -> package folder of each ascendnpu-ir to run: the installed one and those named by `--compiler`."""
+    import ascendnpuir
+
+    paths = [Path(ascendnpuir.__file__).parent, *(Path(f).resolve() / "ascendnpuir" for f in folders)]
+    if absent := [str(p) for p in paths if not (p / "bin" / "bishengir-compile").exists()]:
+        raise FileNotFoundError(f"no bishengir-compile in {', '.join(absent)}")
+    result = {}
+    for path in paths:
+        info = next(path.parent.glob("ascendnpu_ir-*.dist-info"), None)
+        result[info.name.split("-")[1].removesuffix(".dist") if info else path.parent.name] = path
+    return result
+
+
+def run_entry(job: tuple[str, int, str, str, str, str, float, str]) -> Result:
+    """Compiles in a worker: specs hold JIT functions, which cannot be sent, so the worker looks the spec up in its own registry."""
+    model, position, name, target, folder, keep, timeout, compiler = job
+    try:
+        import_ops()
+        spec: Any = list(registered_specs(shape_of(model)))[position][1]
+        kept = Path(keep) / f"{name}-{position}-{model}-{target}-{compiler}.hivm.mlir" if keep else None
+        return compile_to_hivm(spec, target, Path(folder), timeout, kept)
+    except Exception:  # an unforeseen error of the gate itself is a failure of that row, with its traceback
+        return Result(error=f"the check itself failed: {traceback.format_exc(limit=3)}")
+
+
+def fill(row: Row, result: Result, spec: Any) -> None:
+    row.stage, row.error, row.seconds, row.core = result.stage, result.error, result.seconds, result.core
+    row.tokens, row.minimal_bytes = spec.tokens, spec.minimal_bytes
+    if (report := result.report) is not None:
+        row.planned = report.planned
+        row.loads, row.stores, row.workspace = dict(report.loads), dict(report.stores), report.workspace
+        for name in ("scalar_loops", "narrow_loops", "dma", "scalar_loads", "vector", "cube"):
+            setattr(row, name, getattr(report, name))
+
+
+def check(args: argparse.Namespace) -> list[Row]:
+    compilers = compiler_folders(args.compiler)
+    jobs: list[tuple[Row, tuple, Any]] = []
+    for op, position, spec, models in entries(args.model, args.filter):
+        for compiler, folder in compilers.items():
+            for target in args.target:
+                row = Row(op, spec.name, models, target, compiler, {k: str(v) for k, v in spec.consts.items()}, spec.hot)
+                jobs.append((row, (models[0], position, spec.name, target, str(folder), args.keep, args.timeout, compiler), spec))
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for (row, _, spec), result in zip(jobs, pool.map(run_entry, [job for _, job, _ in jobs])):
+            fill(row, result, spec)
+            if row.failure and args.report == "table":
+                print(f"FAIL {row.kernel} {row.target} {row.compiler}: {row.failure}", file=sys.stderr, flush=True)
+    return [row for row, _, _ in jobs]
+
+
+def table(rows: list[Row]) -> str:
+    """One line a specialisation; targets and compilers that agree are folded."""
+    limits = {"UB": 192, "L1": 512, "L0C": 128}
+    head = ["kernel", "models", "target", "compiler", "core", *(f"{m} KiB/{limits[m]}" for m in MEMORIES), "scalar", "narrow", "s", "result"]
+    body = []
+    for row in rows:
+        memory = [f"{row.planned[m] / 1024:.1f}" if m in row.planned else "-" for m in MEMORIES]
+        status = "ok" if not row.failure else f"FAIL at {row.stage}"
+        body.append([row.kernel + ("*" if row.hot else ""), ",".join(row.models), row.target, row.compiler, row.core, *memory,
+                     str(row.scalar_loops), str(row.narrow_loops), f"{row.seconds:.1f}", status])  # fmt: skip
+    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in [head, *body])
+
+
+def traffic(rows: list[Row], target: str) -> str:
+    """Markdown table of the static estimate, for one target and the newest compiler."""
+    newest = max((row.compiler for row in rows), default="")
+    lines = ["| kernel | models | bytes a token | minimum | ratio | through workspace | vector | cube | DMA | scalar loads |",
+             "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in rows:
+        if row.target != target or row.compiler != newest or row.error:
+            continue
+        tokens = row.tokens or 1
+        moved = sum(row.loads.values()) + sum(row.stores.values()) + row.workspace
+        a_token = f"{moved / tokens:,.0f}" if row.tokens else f"{moved:,} a pass"
+        minimum = f"{row.minimal_bytes:,.0f}" if row.minimal_bytes else "not stated"
+        ratio = f"{moved / tokens / row.minimal_bytes:.2f}" if row.tokens and row.minimal_bytes else "-"
+        counts = " | ".join(f"{getattr(row, n) / tokens:,.1f}" for n in ("vector", "cube", "dma", "scalar_loads"))
+        lines.append(f"| `{row.kernel}` | {', '.join(row.models)} | {a_token} | {minimum} | {ratio} | {row.workspace / tokens:,.0f} | {counts} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernel_runtime.ascend", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", default=list(PRESETS), choices=list(PRESETS), help="models whose kernels are compiled")
+    parser.add_argument("--target", nargs="+", default=list(TARGETS), help="Ascend targets")
+    parser.add_argument("--compiler", action="append", default=[], metavar="DIR", help="folder with a further ascendnpu-ir (repeatable)")
+    parser.add_argument("--filter", default="", help="only kernels or ops whose name contains this")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a compiler may take for one kernel")
+    parser.add_argument("--keep", default="", metavar="DIR", help="keep the HIVM modules there")
+    parser.add_argument("--report", choices=("table", "json", "traffic"), default="table", help="what to print")
+    args = parser.parse_args(argv)
+    if args.keep:
+        Path(args.keep).mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    rows = check(args)
+    if args.report == "json":
+        print(json.dumps([asdict(row) | {"failure": row.failure} for row in rows], indent=1))
+    else:
+        print(table(rows) if args.report == "table" else traffic(rows, args.target[-1]))
+    failed = sum(bool(row.failure) for row in rows)
+    summary = f"{len(rows)} compiled, {failed} failed, {time.perf_counter() - start:.0f} s (* = hot: no scalar loop allowed)"
+    print(summary, file=sys.stderr if args.report == "json" else sys.stdout)
+    if not rows:
+        print("no kernel is registered for Ascend", file=sys.stderr)
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

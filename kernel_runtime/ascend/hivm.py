@@ -1,0 +1,263 @@
+"""Reads the final HIVM of a kernel: planned memory, scalar loops, and a static estimate of what it moves and issues.
+
+Text in, numbers out; no compiler is needed. In that form every operation is a call of the runtime library on memrefs whose address
+space says where they live: gm (global memory), ub (unified buffer), cbuf (L1), ca / cb / cc (L0A / L0B / L0C).
+
+The estimate counts one pass of every loop whose trip count is not constant (the loops over tokens or groups), so it is the work of one
+such pass; a tile with a masked tail counts whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+SPACES = {"ub": "UB", "cbuf": "L1", "ca": "L0A", "cb": "L0B", "cc": "L0C"}
+ELEMENT_BITS = {"i1": 1, "i8": 8, "i16": 16, "f16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64, "f64": 64, "index": 64}
+WIDE_BYTES = 256  # what one vector instruction takes; a call on less than this in a loop leaves most lanes idle
+FIRST_KERNEL_ARGUMENT = 3  # before it: sync base address, lock, workspace
+
+_MEMREF = re.compile(r"memref<((?:[\d?]+x)*)(\w+)(?:, strided<[^>]*>)?(?:, #hivm\.address_space<(\w+)>)?>")
+_TYPE = re.compile(r"memref<(?:[^<>]|<[^<>]*>)*>|[\w.]+")
+_RESULT = re.compile(r"^\s*(%[\w]+)(?::\d+)? = ")
+_CALL = re.compile(r"\bcall @(\w+)\(([^)]*)\) : \((.*)\) -> ")
+_FOR = re.compile(r"scf\.for %\w+ = (%[\w-]+) to (%[\w-]+) step (%[\w-]+)")
+_VIEWS = ("memref.cast", "memref.subview", "memref.collapse_shape", "memref.expand_shape", "memref.reinterpret_cast", "memref.view",
+          "memref.memory_space_cast", "memref.reshape", "arith.select")  # fmt: skip
+
+
+@dataclass
+class MemRef:
+    shape: tuple[int, ...]  # upper bounds; 0 where nothing is known
+    element: str
+    space: str
+    base: str = ""  # the function argument it is a view of, "" for a buffer on the chip
+
+    @property
+    def bytes(self) -> float:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * ELEMENT_BITS.get(self.element, 32) / 8
+
+
+@dataclass
+class Call:
+    name: str
+    operands: list[MemRef]
+
+    @property
+    def bytes(self) -> float:
+        return max((o.bytes for o in self.operands), default=0.0)
+
+    @property
+    def moves_global(self) -> bool:
+        spaces = {o.space for o in self.operands}
+        return "gm" in spaces and len(spaces) > 1
+
+
+@dataclass
+class Block:
+    """A function, loop or branch. trips is None for a loop whose count is no constant."""
+
+    kind: str
+    trips: int | None = 1
+    likely: bool = True
+    calls: list[Call] = field(default_factory=list)
+    scalar_accesses: list[MemRef] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+
+    def walk(self, times: int = 1) -> Iterator[tuple[Block, int]]:
+        times *= self.trips or 1
+        yield self, times
+        for block in self.blocks:
+            if block.likely:
+                yield from block.walk(times)
+
+
+@dataclass
+class Report:
+    """What the HIVM of one kernel says. Memory in bytes; the counts belong to one pass of the loops with unknown trip count."""
+
+    planned: dict[str, int]
+    limits: dict[str, int]
+    scalar_loops: int  # loops that touch single elements of UB or global memory and issue no wide vector, cube or DMA call
+    narrow_loops: int  # loops of calls on less than one vector register: correct, and slow if they run often
+    loads: Counter[str]  # bytes from global memory by kernel argument
+    stores: Counter[str]  # bytes to global memory by kernel argument
+    workspace: int  # bytes between cube and vector cores through global memory
+    dma: int
+    scalar_loads: int
+    vector: int
+    cube: int
+    externals: set[str]
+    inline_asm: bool
+
+    @property
+    def global_bytes(self) -> int:
+        return sum(self.loads.values()) + sum(self.stores.values()) + self.workspace
+
+
+def _memref(text: str) -> MemRef | None:
+    found = _MEMREF.search(text)
+    if not found:
+        return None
+    dims = tuple(0 if d == "?" else int(d) for d in found[1].split("x")[:-1])
+    return MemRef(dims, found[2], found[3] or "")
+
+
+def _bounded(own: MemRef, source: MemRef | None) -> MemRef:
+    """`own` with unknown sizes taken from what it is a view of, as an upper bound."""
+    shape = own.shape
+    if source is not None and 0 in shape:
+        if len(shape) == len(source.shape):
+            shape = tuple(a or b for a, b in zip(shape, source.shape))
+        else:  # collapsed or expanded: the total is what counts
+            known = 1
+            for size in shape:
+                known *= size or 1
+            total = source.bytes * 8 / ELEMENT_BITS.get(source.element, 32)
+            unknown = [i for i, size in enumerate(shape) if size == 0]
+            shape = tuple((max(1, int(total / known)) if i == unknown[0] else (size or 1)) for i, size in enumerate(shape))
+    base = source.base if source is not None else own.base
+    return MemRef(shape, own.element, own.space or (source.space if source else ""), base)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.functions: list[Block] = []
+        self.constants: dict[str, int] = {}
+        self.values: dict[str, MemRef] = {}
+        self.planned: Counter[str] = Counter()
+        self.stack: list[tuple[int, Block]] = []
+
+    def line(self, text: str) -> None:
+        indent = len(text) - len(text.lstrip())
+        body = text.strip()
+        if body.startswith("}") and self.stack and indent <= self.stack[-1][0]:
+            _, block = self.stack.pop()
+            if unroll := re.search(r"multibuffer_unroll_factor = (\d+)", body):
+                block.trips = block.trips or int(unroll[1])
+            if "hivm.unlikely_condition" in body:
+                block.likely = False
+            if not body.endswith("{"):
+                return
+            self._open(indent, Block("else"))
+            return
+        if body.startswith("func.func"):
+            self._function(indent, body)
+        elif self.stack:
+            self._operation(indent, body)
+
+    def _open(self, indent: int, block: Block) -> None:
+        self.stack[-1][1].blocks.append(block)
+        self.stack.append((indent, block))
+
+    def _function(self, indent: int, body: str) -> None:
+        if not body.endswith("{"):
+            return
+        block = Block("function")
+        self.constants, self.values = {}, {}
+        if "HOST" not in body:
+            self.functions.append(block)
+        for name, text in re.findall(r"(%arg\d+): (memref<(?:[^<>]|<[^<>]*>)*>)", body):
+            if (made := _memref(text)) is not None:
+                made.base = name
+                self.values[name] = made
+        self.stack = [(indent, block)]
+
+    def _operation(self, indent: int, body: str) -> None:
+        result = _RESULT.match(body)
+        if result and body.endswith("{"):  # results of a loop or a branch: what it yields
+            made = [_memref(t) for t in _TYPE.findall(body.partition(" -> (")[2].rpartition(")")[0])]
+            for i, m in enumerate(made):
+                if m is not None:
+                    self.values[result[1] if len(made) == 1 else f"{result[1]}#{i}"] = m
+        if constant := re.match(r"(%[\w-]+) = arith\.constant (-?\d+) : ", body):
+            self.constants[constant[1]] = int(constant[2])
+        if loop := _FOR.search(body):
+            low, high, step = (self.constants.get(v) for v in loop.groups())
+            trips = None if low is None or high is None or not step else max(0, -(-(high - low) // step))
+            for carried, start in re.findall(r"(%arg\d+) = (%\w+(?:#\d+)?)[,)]", body.partition("iter_args")[2]):
+                if start in self.values:
+                    self.values[carried] = self.values[start]
+            self._open(indent, Block("for", trips))
+        elif "scf.while" in body or body.startswith("scf.if") or " = scf.if" in body:
+            self._open(indent, Block("while" if "scf.while" in body else "if", None if "scf.while" in body else 1))
+        elif call := _CALL.search(body):
+            types = _TYPE.findall(call[3])
+            names = [n.strip() for n in call[2].split(",")]
+            operands = [self._use(n, t) for n, t in zip(names, types) if t.startswith("memref")]
+            self.stack[-1][1].calls.append(Call(call[1], operands))
+        elif access := re.search(r"memref\.(?:load|store) (?:%[\w-]+, )?(%\w+(?:#\d+)?)\[", body):
+            self.stack[-1][1].scalar_accesses.append(self._use(access[1], body.rpartition(" : ")[2]))
+        if result and "pointer_cast(" in body:
+            made = _memref(body.rpartition(" : ")[2])
+            if made is not None:
+                self.values[result[1]] = made
+                for offset in re.findall(r"%[\w-]+", body.partition("pointer_cast(")[2].partition(")")[0]):
+                    end = self.constants.get(offset, 0) + int(-(-made.bytes // 1))
+                    self.planned[made.space] = max(self.planned[made.space], end)
+        elif result and any(view in body for view in _VIEWS):
+            made = _memref(body.rpartition(" to ")[2] if " to " in body else body.rpartition(" into ")[2] or body.rpartition(" : ")[2])
+            operand = re.search(r"(?:memref|arith)\.\w+ (?:%[\w-]+, )?(%\w+(?:#\d+)?)", body)
+            if made is not None and operand:
+                self.values[result[1]] = _bounded(made, self.values.get(operand[1]))
+
+    def _use(self, name: str, text: str) -> MemRef:
+        own = _memref(text) or MemRef((), "f32", "")
+        return _bounded(own, self.values.get(name))
+
+
+def _limits(text: str) -> dict[str, int]:
+    """Bytes of each memory, as the module itself states them (in bits)."""
+    found = {name: int(bits) // 8 for name, bits in re.findall(r'"(UB|L1|L0A|L0B|L0C)_SIZE", (\d+)', text)}
+    return found
+
+
+def read(text: str, argument_names: list[str]) -> Report:
+    """Report of a final HIVM module; `argument_names` are the kernel's run-time arguments in order."""
+    reader = _Reader()
+    for line in text.splitlines():
+        if line.strip():
+            reader.line(line)
+    report = Report(
+        planned={SPACES[s]: n for s, n in reader.planned.items() if s in SPACES}, limits=_limits(text), scalar_loops=0, narrow_loops=0,
+        loads=Counter(), stores=Counter(), workspace=0, dma=0, scalar_loads=0, vector=0, cube=0,
+        externals=set(re.findall(r"func\.func private @(\w+)\(", text)), inline_asm="llvm.inline_asm" in text,
+    )  # fmt: skip
+    for function in reader.functions:
+        for block, times in function.walk():
+            _add(report, block, times, argument_names)
+    return report
+
+
+def _add(report: Report, block: Block, times: int, names: list[str]) -> None:
+    wide = any(call.bytes >= WIDE_BYTES for call in block.calls)
+    if block.kind in ("for", "while"):
+        if block.scalar_accesses and not wide:
+            report.scalar_loops += 1
+        elif block.calls and not wide and not block.blocks:
+            report.narrow_loops += 1
+    report.scalar_loads += times * sum(m.space == "gm" for m in block.scalar_accesses)
+    for call in block.calls:
+        if call.moves_global:
+            report.dma += times
+            chip = max(o.bytes for o in call.operands if o.space != "gm")
+            outside = [o for o in call.operands if o.space == "gm"]
+            moved = int(times * min(chip, max(o.bytes for o in outside) or chip))
+            argument = int(outside[0].base[4:] or 0) if outside[0].base else -1
+            if argument == FIRST_KERNEL_ARGUMENT - 1:
+                report.workspace += moved
+                continue
+            index = argument - FIRST_KERNEL_ARGUMENT
+            name = names[index] if 0 <= index < len(names) else "?"
+            # a library call takes its source before its destination
+            first = next(o for o in call.operands if o.space)
+            (report.loads if first.space == "gm" else report.stores)[name] += moved
+        elif call.name.startswith("mma"):
+            report.cube += times
+        else:
+            report.vector += times
