@@ -222,8 +222,8 @@ def test_only_lse_used_and_single_inputs_frozen():
 
 def test_autocast_changes_nothing():
     inputs, tensors = fresh(attention_inputs, ATTENTION["scfa"])
-    want = gradients(sparse_attn_shared_kv, inputs, tensors)
     for impl in ("auto", "eager"):
+        want = gradients(sparse_attn_shared_kv, inputs, tensors, impl=impl)
         with torch.autocast("cpu", torch.bfloat16):
             out = sparse_attn_shared_kv(**inputs, impl=impl)
         # autograd runs outside, as PyTorch asks for
