@@ -40,6 +40,7 @@ class Row:
     core: str = ""
     planned: dict[str, int] = field(default_factory=dict)
     scalar_loops: int = 0
+    short_scalar_loops: int = 0
     narrow_loops: int = 0
     loads: dict[str, int] = field(default_factory=dict)
     stores: dict[str, int] = field(default_factory=dict)
@@ -88,16 +89,16 @@ def compiler_folders(folders: list[str]) -> dict[str, Path]:
     return result
 
 
-def run_entry(job: tuple[str, int, str, str, str, str, float, str]) -> Result:
+def run_entry(job: tuple[str, int, list[str], dict[str, Path], float, str]) -> dict[tuple[str, str], Result]:
     """Compiles in a worker: specs hold JIT functions, which cannot be sent, so the worker looks the spec up in its own registry."""
-    model, position, name, target, folder, keep, timeout, compiler = job
+    model, position, targets, compilers, timeout, keep = job
     try:
         import_ops()
         spec: Any = list(registered_specs(shape_of(model)))[position][1]
-        kept = Path(keep) / f"{name}-{position}-{model}-{target}-{compiler}.hivm.mlir" if keep else None
-        return compile_to_hivm(spec, target, Path(folder), timeout, kept)
+        return compile_to_hivm(spec, targets, compilers, timeout, Path(keep) if keep else None)
     except Exception:  # an unforeseen error of the gate itself is a failure of that row, with its traceback
-        return Result(error=f"the check itself failed: {traceback.format_exc(limit=3)}")
+        failed = Result(error=f"the check itself failed: {traceback.format_exc(limit=3)}")
+        return {(target, name): failed for target in targets for name in compilers}
 
 
 def fill(row: Row, result: Result, spec: Any) -> None:
@@ -106,36 +107,46 @@ def fill(row: Row, result: Result, spec: Any) -> None:
     if (report := result.report) is not None:
         row.planned = report.planned
         row.loads, row.stores, row.workspace = dict(report.loads), dict(report.stores), report.workspace
-        for name in ("scalar_loops", "narrow_loops", "dma", "scalar_loads", "vector", "cube"):
+        for name in ("scalar_loops", "short_scalar_loops", "narrow_loops", "dma", "scalar_loads", "vector", "cube"):
             setattr(row, name, getattr(report, name))
 
 
 def check(args: argparse.Namespace) -> list[Row]:
     compilers = compiler_folders(args.compiler)
-    jobs: list[tuple[Row, tuple, Any]] = []
-    for op, position, spec, models in entries(args.model, args.filter):
-        for compiler, folder in compilers.items():
-            for target in args.target:
-                row = Row(op, spec.name, models, target, compiler, {k: str(v) for k, v in spec.consts.items()}, spec.hot)
-                jobs.append((row, (models[0], position, spec.name, target, str(folder), args.keep, args.timeout, compiler), spec))
+    found = list(entries(args.model, args.filter))
+    jobs = [(models[0], position, args.target, compilers, args.timeout, args.keep) for _, position, _, models in found]
+    rows = []
     with ProcessPoolExecutor(args.jobs) as pool:
-        for (row, _, spec), result in zip(jobs, pool.map(run_entry, [job for _, job, _ in jobs])):
-            fill(row, result, spec)
-            if row.failure and args.report == "table":
-                print(f"FAIL {row.kernel} {row.target} {row.compiler}: {row.failure}", file=sys.stderr, flush=True)
-    return [row for row, _, _ in jobs]
+        for (op, _, spec, models), results in zip(found, pool.map(run_entry, jobs)):
+            consts = {name: str(value) for name, value in spec.consts.items()}
+            fresh = []
+            for (target, compiler), result in results.items():
+                fresh.append(Row(op, spec.name, models, target, compiler, consts, spec.hot))
+                fill(fresh[-1], result, spec)
+            for failure in dict.fromkeys(row.failure for row in fresh if row.failure):
+                where = ", ".join(f"{row.target} {row.compiler}" for row in fresh if row.failure == failure)
+                print(f"FAIL {op} {spec.name} {consts} [{', '.join(models)}; {where}]\n     {failure}", file=sys.stderr, flush=True)
+            rows.extend(fresh)
+    return rows
 
 
 def table(rows: list[Row]) -> str:
-    """One line a specialisation; targets and compilers that agree are folded."""
+    """One line a specialisation and compiler; targets that agree are folded."""
     limits = {"UB": 192, "L1": 512, "L0C": 128}
-    head = ["kernel", "models", "target", "compiler", "core", *(f"{m} KiB/{limits[m]}" for m in MEMORIES), "scalar", "narrow", "s", "result"]
-    body = []
+    loops = ("scalar_loops", "short_scalar_loops", "narrow_loops")
+    head = ["kernel", "models", "compiler", "target", "core", *(f"{m} KiB/{limits[m]}" for m in MEMORIES), "scalar", "short", "narrow", "s",
+            "result"]  # fmt: skip
+    folded: dict[tuple, list[Row]] = {}
     for row in rows:
+        what = (row.kernel, str(row.consts), row.compiler, tuple(row.models), str(row.planned), row.failure, *(getattr(row, n) for n in loops))
+        folded.setdefault(what, []).append(row)
+    body = []
+    for group in folded.values():
+        row = group[0]
         memory = [f"{row.planned[m] / 1024:.1f}" if m in row.planned else "-" for m in MEMORIES]
-        status = "ok" if not row.failure else f"FAIL at {row.stage}"
-        body.append([row.kernel + ("*" if row.hot else ""), ",".join(row.models), row.target, row.compiler, row.core, *memory,
-                     str(row.scalar_loops), str(row.narrow_loops), f"{row.seconds:.1f}", status])  # fmt: skip
+        status = "ok" if not row.failure else f"FAIL after {row.stage}"
+        body.append([row.kernel + ("*" if row.hot else ""), ",".join(row.models), row.compiler, ",".join(r.target for r in group), row.core,
+                     *memory, *(str(getattr(row, n)) for n in loops), f"{sum(r.seconds for r in group):.1f}", status])  # fmt: skip
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in [head, *body])
 

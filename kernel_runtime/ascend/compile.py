@@ -1,4 +1,4 @@
-"""Compiles one kernel specialisation to final HIVM for one Ascend target, on a machine with no NPU.
+"""Compiles one kernel specialisation to final HIVM for Ascend targets, on a machine with no NPU.
 
     Triton source -> TTIR (in this process) -> Linalg (triton-adapter-opt) -> HFusion -> HIVM, memory planned (bishengir-compile)
 
@@ -13,7 +13,8 @@ import re
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,24 +109,39 @@ def _errors(log: str) -> str:
     return " | ".join(dict.fromkeys(lines)) or log[-600:].strip() or "no message"
 
 
-def compile_to_hivm(spec: Any, arch: str, compiler: Path, timeout: float = 300.0, keep: Path | None = None) -> Result:
-    """Result for `spec` on `arch` ("Ascend910B3") with the package folder `compiler` of one ascendnpu-ir version.
+def compile_to_hivm(
+    spec: Any, targets: Sequence[str], compilers: Mapping[str, Path], timeout: float = 300.0, keep: Path | None = None
+) -> dict[tuple[str, str], Result]:
+    """(target, compiler) -> Result for `spec`; `compilers` are package folders of ascendnpu-ir by version.
 
-    A failure is in `error`; nothing is raised for a kernel that does not compile.
+    Triton's front end runs once, as it does not depend on either. A failure is in `error`; nothing is raised for a kernel that does not
+    compile. `keep` is a folder for the HIVM modules.
     """
-    result, start = Result(), time.perf_counter()
+    front, start = Result(), time.perf_counter()
+    linalg, options = "", None
     try:
-        linalg, options = _ttir_and_linalg(spec, arch, result)
-        text = _run_bishengir(linalg, options, arch, compiler, timeout)
-        result.stage = "hivm"
-        if keep is not None:
-            keep.write_text(text)
-        result.report = hivm.read(text, list(spec.types))
-        _check_hivm(result.report, compiler)
+        linalg, options = _ttir_and_linalg(spec, targets[0], front)
     except CompileError as error:
-        result.error = str(error)
-    result.seconds = time.perf_counter() - start
-    return result
+        front.error = str(error)
+    front.seconds = time.perf_counter() - start
+    results = {}
+    for target in targets:
+        for name, folder in compilers.items():
+            result = replace(front)
+            if not front.error:
+                start = time.perf_counter()
+                try:
+                    text = _run_bishengir(linalg, options, target, folder, timeout)
+                    result.stage = "hivm"
+                    if keep is not None:
+                        (keep / f"{spec.name}-{abs(hash(spec.identity)):x}-{target}-{name}.hivm.mlir").write_text(text)
+                    result.report = hivm.read(text, list(spec.types))
+                    _check_hivm(result.report, folder)
+                except CompileError as error:
+                    result.error = str(error)
+                result.seconds = time.perf_counter() - start
+            results[target, name] = result
+    return results
 
 
 def _run_bishengir(linalg: str, options: Any, arch: str, compiler: Path, timeout: float) -> str:

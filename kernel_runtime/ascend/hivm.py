@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 SPACES = {"ub": "UB", "cbuf": "L1", "ca": "L0A", "cb": "L0B", "cc": "L0C"}
 ELEMENT_BITS = {"i1": 1, "i8": 8, "i16": 16, "f16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64, "f64": 64, "index": 64}
 WIDE_BYTES = 256  # what one vector instruction takes; a call on less than this in a loop leaves most lanes idle
+SHORT_ITERATIONS = 256  # a loop over single elements that runs no more often a pass (the rows of a mask, say) costs next to nothing
 FIRST_KERNEL_ARGUMENT = 3  # before it: sync base address, lock, workspace
 
 _MEMREF = re.compile(r"memref<((?:[\d?]+x)*)(\w+)(?:, strided<[^>]*>)?(?:, #hivm\.address_space<(\w+)>)?>")
@@ -84,6 +85,7 @@ class Report:
     planned: dict[str, int]
     limits: dict[str, int]
     scalar_loops: int  # loops that touch single elements of UB or global memory and issue no wide vector, cube or DMA call
+    short_scalar_loops: int  # such loops of at most SHORT_ITERATIONS iterations a pass, not counted above
     narrow_loops: int  # loops of calls on less than one vector register: correct, and slow if they run often
     loads: Counter[str]  # bytes from global memory by kernel argument
     stores: Counter[str]  # bytes to global memory by kernel argument
@@ -224,7 +226,7 @@ def read(text: str, argument_names: list[str]) -> Report:
         if line.strip():
             reader.line(line)
     report = Report(
-        planned={SPACES[s]: n for s, n in reader.planned.items() if s in SPACES}, limits=_limits(text), scalar_loops=0, narrow_loops=0,
+        planned={SPACES[s]: n for s, n in reader.planned.items() if s in SPACES}, limits=_limits(text), scalar_loops=0, short_scalar_loops=0, narrow_loops=0,
         loads=Counter(), stores=Counter(), workspace=0, dma=0, scalar_loads=0, vector=0, cube=0,
         externals=set(re.findall(r"func\.func private @(\w+)\(", text)), inline_asm="llvm.inline_asm" in text,
     )  # fmt: skip
@@ -238,7 +240,10 @@ def _add(report: Report, block: Block, times: int, names: list[str]) -> None:
     wide = any(call.bytes >= WIDE_BYTES for call in block.calls)
     if block.kind in ("for", "while"):
         if block.scalar_accesses and not wide:
-            report.scalar_loops += 1
+            if block.trips is not None and times <= SHORT_ITERATIONS:
+                report.short_scalar_loops += 1
+            else:
+                report.scalar_loops += 1
         elif block.calls and not wide and not block.blocks:
             report.narrow_loops += 1
     report.scalar_loads += times * sum(m.space == "gm" for m in block.scalar_accesses)
