@@ -16,8 +16,12 @@ from kernel_runtime.registry import ModelShape
 from mhc_ops.gates.core import comb_mask, gates_block_bwd, load_block, store_block, store_partial, token_mask
 from mhc_ops.gates.fwd import forward_spec
 
-BLOCK_TOKENS = 4
-REDUCE_TILE = 8192  # elements of the second stage's tile
+REDUCE_TILE = 4096  # elements of the second stage's tile
+
+
+def block_tokens(n: int) -> int:
+    """Tokens a program. Their sums are the largest tensors, [32, BT, P] for 20 iterations; Ascend's 192 KB hold 2 tokens at P = 8."""
+    return 4 if n <= 4 else 2
 
 
 @triton.jit(do_not_specialize=["T", "eps"])
@@ -47,16 +51,19 @@ def gates_bwd_kernel(
 
 @triton.jit(do_not_specialize=["G"])
 def reduce_partial_kernel(partial, dscale, dbase, G, M: tl.constexpr, C: tl.constexpr, BG: tl.constexpr):
-    """partial [G, M + 3] -> dbase [M] (the first columns), dscale [3] (the rest); one program, C >= M + 3 a power of two"""
+    """partial [G, M + 3] -> dbase [M] (the first columns), dscale [3] (the rest); one program, C >= M a power of two"""
     c = tl.arange(0, C)
+    s = tl.arange(0, 4)
     g = tl.arange(0, BG)
     acc = tl.zeros((BG, C), tl.float32)
+    acc_scale = tl.zeros((BG, 4), tl.float32)
     for g0 in range(0, G, BG):
-        on = (g0 + g < G)[:, None] & (c < M + 3)[None, :]
-        acc += tl.load(partial + (g0 + g)[:, None] * (M + 3) + c[None, :], mask=on, other=0.0)
-    total = tl.sum(acc, 0)
-    tl.store(dbase + c, total, mask=c < M)
-    tl.store(dscale + c - M, total, mask=(c >= M) & (c < M + 3))
+        row = partial + (g0 + g)[:, None] * (M + 3)
+        live = (g0 + g < G)[:, None]
+        acc += tl.load(row + c[None, :], mask=live & (c < M)[None, :], other=0.0)
+        acc_scale += tl.load(row + M + s[None, :], mask=live & (s < 3)[None, :], other=0.0)
+    tl.store(dbase + c, tl.sum(acc, 0), mask=c < M)
+    tl.store(dscale + s, tl.sum(acc_scale, 0), mask=s < 3)
 
 
 @cache
@@ -67,7 +74,7 @@ def backward_spec(n: int, iters: int, convention: str) -> Spec:
         types={**dict.fromkeys(pointers, "*fp32"), "T": "i32", "eps": "fp32"},
         consts={
             "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": triton.next_power_of_2(iters),
-            "PAPER": convention == "paper", "BT": BLOCK_TOKENS,
+            "PAPER": convention == "paper", "BT": block_tokens(n),
         },
         num_warps=1,
         hot=True,
@@ -77,7 +84,7 @@ def backward_spec(n: int, iters: int, convention: str) -> Spec:
 @cache
 def reduce_spec(n: int) -> Spec:
     m = n * n + 2 * n
-    columns = triton.next_power_of_2(m + 3)
+    columns = triton.next_power_of_2(m)
     return Spec(
         reduce_partial_kernel,
         types={"partial": "*fp32", "dscale": "*fp32", "dbase": "*fp32", "G": "i32"},
@@ -105,7 +112,7 @@ def gates_bwd(
     ]
     dmixes = torch.empty_like(mixes)
     tokens = mixes.numel() // mixes.shape[-1]
-    programs = triton.cdiv(tokens, BLOCK_TOKENS)
+    programs = triton.cdiv(tokens, block_tokens(n))
     partial = torch.empty((programs, mixes.shape[-1] + 3), dtype=torch.float32, device=mixes.device)
     if tokens:
         spec = backward_spec(n, iters, convention)
