@@ -13,6 +13,8 @@ import triton
 
 TRITON_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 CUDA_SMEM_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# hints of GPU compilers; Triton-Ascend has no such option and refuses a launch that passes one
+GPU_HINTS = frozenset({"maxnreg", "num_ctas", "waves_per_eu", "matrix_instr_nonkdim", "launch_pdl"})
 ON_ASCEND = "ascend" in triton.backends.backends
 
 # called with (spec, arguments) before every launch; kernel_runtime.guard.record fills it for a while
@@ -57,8 +59,14 @@ class Spec:
     @cached_property
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of a launch. Triton-Ascend ignores warps and stages, and warns about them."""
-        sizes = {} if ON_ASCEND else {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return {**self.consts, **sizes, **self.options}
+        if ON_ASCEND:
+            return {**self.consts, **self.ascend_options}
+        return {**self.consts, "num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
+
+    @property
+    def ascend_options(self) -> dict[str, Any]:
+        """The options without those that are hints to GPU compilers."""
+        return {name: value for name, value in self.options.items() if name not in GPU_HINTS}
 
     def launch(self, grid: Sequence[int], *args: Any) -> Any:
         """Starts the kernel on the current device and stream; `args` are the run-time arguments in order."""

@@ -67,9 +67,9 @@ def _ttir_and_linalg(spec: Any, arch: str, result: Result) -> tuple[str, Any]:
     target = GPUTarget("npu", arch, 0)
     backend = make_backend(target)
     known = type(backend.parse_options({})).__dataclass_fields__
-    if unknown := sorted(set(spec.options) - set(known)):
+    if unknown := sorted(set(spec.ascend_options) - set(known)):
         raise CompileError(f"options {', '.join(unknown)} are unknown to Triton-Ascend, which refuses them at launch")
-    options = backend.parse_options(dict(spec.options))
+    options = backend.parse_options(spec.ascend_options)
     # exactly what a launch with 16-byte aligned tensors specialises on
     marks = [_Aligned() if spec.types.get(p.name, "").startswith("*") else None for p in spec.kernel.params]
     attrs = backend.get_attrs_descriptor(spec.kernel.params, [m or 0.5 for m in marks])
@@ -165,6 +165,8 @@ def _run_bishengir(linalg: str, options: Any, arch: str, compiler: Path, timeout
         except subprocess.TimeoutExpired as error:
             raise CompileError(f"bishengir-compile gave no result in {timeout:.0f} s") from error
         if not kept.exists() or not kept.stat().st_size:
+            if run.returncode < 0:
+                raise CompileError(f"bishengir-compile crashed (signal {-run.returncode})")
             raise CompileError(f"bishengir-compile (status {run.returncode}): {_errors(run.stdout + run.stderr)}")
         return kept.read_text()
 

@@ -1,0 +1,122 @@
+"""Compilation targets by name, what a compiled kernel uses on one, and the host-side launchers that Triton compiles too. Imports Triton."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from kernel_runtime.launch import CUDA_SMEM_LIMIT
+
+HIP_SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
+EXTENSION = {"cuda": "cubin", "hip": "hsaco", "npu": "npubin"}
+
+
+def parse_target(name: str) -> GPUTarget:
+    """GPUTarget of "sm_90", "gfx942" or "Ascend910B3". ValueError for another form."""
+    if found := re.fullmatch(r"sm_?(\d{2,3})a?", name):
+        return GPUTarget("cuda", int(found[1]), 32)
+    if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
+        return GPUTarget("hip", name, 32 if name.startswith(("gfx10", "gfx11", "gfx12")) else 64)
+    if name.startswith("Ascend"):
+        return GPUTarget("npu", name, 0)
+    raise ValueError(f"unknown target {name!r}, wanted for example sm_90, gfx942 or Ascend910B3")
+
+
+def target_name(target: GPUTarget) -> str:
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+def shared_limit(target: GPUTarget) -> int | None:
+    """Bytes of shared memory that one program may use, None where unknown."""
+    table: dict[Any, int] = CUDA_SMEM_LIMIT if target.backend == "cuda" else HIP_SHARED_LIMIT
+    return table.get(target.arch)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one program: registers a thread, bytes (CUDA) or registers (AMD) spilled a thread, bytes of shared memory."""
+
+    registers: int | None
+    spills: int | None
+    shared: int
+
+
+def resources(kernel: Any) -> Resources:
+    """Reads a compiled kernel's binary; no device is needed."""
+    target = kernel.metadata.target
+    if target.backend == "hip":
+        text = kernel.asm["amdgcn"]
+        counts = {n: int(v) for n, v in re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", text)}
+        return Resources(counts.get("vgpr_count"), counts.get("vgpr_spill_count", 0) + counts.get("sgpr_spill_count", 0), kernel.metadata.shared)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+    found = {n: int(v) for n, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    spills = found["STACK"] + found.get("LOCAL", 0) if "STACK" in found else None
+    return Resources(found.get("REG"), spills, kernel.metadata.shared)
+
+
+def build_launcher(kernel: Any) -> str:
+    """Puts the C launcher of a compiled CUDA kernel, and Triton's CUDA helper module, into the cache folder; returns a warning or "".
+
+    Triton compiles one launcher a signature when a kernel is first loaded. Without a driver here it is linked against an empty library
+    of the driver's name, which is how the real one is found where the cache is used.
+    """
+    if kernel.metadata.target.backend != "cuda":
+        return ""
+    from triton.backends.nvidia import driver
+
+    source = kernel.src
+    constants = {(source.fn.arg_names.index(k),) if isinstance(k, str) else k: v for k, v in source.constants.items()}
+    launcher = driver.make_launcher(constants, dict(source.signature.items()), getattr(kernel.metadata, "tensordesc_meta", None))
+    helper = Path(driver.dirname, "driver.c").read_text()
+    try:
+        _build_module(launcher, "__triton_launcher", driver)
+        _build_module(helper, "cuda_utils", driver)
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        return f"launchers are not in the cache and will be compiled at the first launch: {error}"
+    return ""
+
+
+def launcher_files(kernel: Any) -> list[Path]:
+    """Files of the launcher and of the helper module that the cache holds for a compiled CUDA kernel."""
+    return [p for p in Path(triton.knobs.cache.dir).glob(f"*/*{sysconfig.get_config_var('EXT_SUFFIX')}")]
+
+
+def _build_module(source: str, name: str, driver: Any) -> None:
+    """What triton.runtime.build.compile_module_from_src does, with the same key, but without loading the result."""
+    from triton.runtime.build import _build, platform_key
+    from triton.runtime.cache import get_cache_manager
+
+    cache = get_cache_manager(hashlib.sha256((source + platform_key()).encode("utf-8")).hexdigest())
+    file = f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if cache.get_file(file) is not None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            libraries = driver.library_dirs()
+        except (AssertionError, OSError, subprocess.CalledProcessError):  # no driver on this machine
+            libraries = [driver.libdevice_dir, _empty_library(folder, "libcuda.so.1")]
+        path = os.path.join(folder, f"{name}.c")
+        Path(path).write_text(source)
+        built = _build(name, path, folder, libraries, driver.include_dirs, driver.libraries, [])
+        cache.put(Path(built).read_bytes(), file, binary=True)
+
+
+def _empty_library(folder: str, name: str) -> str:
+    compiler = os.environ.get("CC", "cc")
+    command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-x", "c", os.devnull, "-o", os.path.join(folder, name)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
