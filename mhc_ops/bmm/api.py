@@ -12,7 +12,7 @@ import torch
 
 from kernel_runtime import check_dtype, run_eager, select_impl
 from kernel_runtime.checks import FLOATS
-from mhc_ops.bmm.op import NO_KERNEL, PostBmm, PreBmm, ResBmm
+from mhc_ops.bmm.op import PostBmm, PreBmm, ResBmm
 from mhc_ops.library import check_coefficient, check_stream_tensor, check_streams
 from reference import mhc as reference
 
@@ -25,7 +25,7 @@ def pre_bmm(pre: torch.Tensor, x: torch.Tensor, *, impl: str = "auto") -> torch.
     op = "pre_bmm"
     check_stream_tensor(op, "x", x)
     check_coefficient(op, "pre", pre, x.shape[:-1], "x", x)
-    how = select_impl(op, impl, x, no_kernel=NO_KERNEL)
+    how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(reference.pre_bmm, pre, x)
     return PreBmm.apply(pre, x, how)
@@ -42,7 +42,7 @@ def post_bmm(post: torch.Tensor, f: torch.Tensor, *, impl: str = "auto") -> torc
         raise ValueError(f"{op}: f has shape {list(f.shape)}, wanted [..., D] with D at least 1")
     check_coefficient(op, "post", post, [*f.shape[:-1], "N"], "f", f)
     check_streams(op, "post", post.shape[-1])
-    how = select_impl(op, impl, f, no_kernel=NO_KERNEL)
+    how = select_impl(op, impl, f)
     if impl == "eager":
         return run_eager(reference.post_bmm, post, f)
     return PostBmm.apply(post, f, how)
@@ -56,7 +56,7 @@ def res_bmm(comb: torch.Tensor, x: torch.Tensor, *, impl: str = "auto") -> torch
     op = "res_bmm"
     check_stream_tensor(op, "x", x)
     check_coefficient(op, "comb", comb, [*x.shape[:-1], x.shape[-2]], "x", x)
-    how = select_impl(op, impl, x, no_kernel=NO_KERNEL)
+    how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(reference.res_bmm, comb, x)
     return ResBmm.apply(comb, x, how)

@@ -3,11 +3,9 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from mhc_ops.library import OPS
 from reference import mhc as reference
-
-NO_KERNEL = "no kernel exists yet"
 
 
 def _vjp(fn):
@@ -22,32 +20,39 @@ PRE_FORWARD = OPS.register(
     "pre_bmm_fwd(Tensor pre, Tensor x, str impl) -> Tensor",
     fake=lambda pre, x: x.new_empty((*x.shape[:-2], x.shape[-1])),
     eager=reference.pre_bmm,
+    triton="mhc_ops.bmm.fwd:pre_bmm_fwd",
 )
 PRE_BACKWARD = OPS.register(
     "pre_bmm_bwd(Tensor dy, Tensor pre, Tensor x, str impl) -> (Tensor dpre, Tensor dx)",
     fake=_grads_like,
     eager=_vjp(reference.pre_bmm),
+    triton="mhc_ops.bmm.bwd:pre_bmm_bwd",
 )
 POST_FORWARD = OPS.register(
     "post_bmm_fwd(Tensor post, Tensor f, str impl) -> Tensor",
     fake=lambda post, f: f.new_empty((*post.shape, f.shape[-1])),
     eager=reference.post_bmm,
+    triton="mhc_ops.bmm.fwd:post_bmm_fwd",
 )
 POST_BACKWARD = OPS.register(
     "post_bmm_bwd(Tensor dout, Tensor post, Tensor f, str impl) -> (Tensor dpost, Tensor df)",
     fake=_grads_like,
     eager=_vjp(reference.post_bmm),
+    triton="mhc_ops.bmm.bwd:post_bmm_bwd",
 )
 RES_FORWARD = OPS.register(
     "res_bmm_fwd(Tensor comb, Tensor x, str impl) -> Tensor",
     fake=lambda comb, x: x.new_empty(x.shape),
     eager=reference.res_bmm,
+    triton="mhc_ops.bmm.fwd:res_bmm_fwd",
 )
 RES_BACKWARD = OPS.register(
     "res_bmm_bwd(Tensor dout, Tensor comb, Tensor x, str impl) -> (Tensor dcomb, Tensor dx)",
     fake=_grads_like,
     eager=_vjp(reference.res_bmm),
+    triton="mhc_ops.bmm.bwd:res_bmm_bwd",
 )
+register_specs("mhc_ops.bmm", "mhc_ops.bmm.bwd:specs")
 
 
 class PreBmm(torch.autograd.Function):

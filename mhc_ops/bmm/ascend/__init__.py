@@ -1,0 +1,1 @@
+"""The backward kernels of the vector BMMs in the form for Ascend."""

@@ -1,0 +1,134 @@
+"""The vector BMMs forward: BLOCK_D columns of one token a program, coefficients as scalars. Letters as in mhc_ops/project/core.py.
+
+One source for every target: with LOOP a program walks over many row blocks (an NPU has few cores and a small grid), without it does one.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from kernel_runtime.registry import ModelShape
+from mhc_ops.project.core import load_streams, load_weights, row_grid, weighted_streams
+
+BLOCK_D = 1024
+STREAM_DTYPE = {name: dtype for dtype, name in TRITON_DTYPE.items()}
+
+
+@triton.jit
+def pre_bmm_program(p, pre, x, y, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    blocks: tl.constexpr = (D + BD - 1) // BD
+    t = (p // blocks).to(tl.int64)
+    d = (p % blocks) * BD + tl.arange(0, BD)
+    on = d < D
+    x0, x1, x2, x3, x4, x5, x6, x7 = load_streams(x + t * (N * D) + d, on, N, D)
+    w0, w1, w2, w3, w4, w5, w6, w7 = load_weights(pre + t * N, 1, N)
+    v = weighted_streams(x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7, N)
+    tl.store(y + t * D + d, v.to(y.dtype.element_ty), mask=on)
+
+
+@triton.jit
+def post_bmm_program(p, post, f, out, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    blocks: tl.constexpr = (D + BD - 1) // BD
+    t = (p // blocks).to(tl.int64)
+    d = (p % blocks) * BD + tl.arange(0, BD)
+    on = d < D
+    v = tl.load(f + t * D + d, mask=on, other=0.0).to(tl.float32)
+    for k in tl.static_range(N):
+        tl.store(out + t * (N * D) + k * D + d, (v * tl.load(post + t * N + k)).to(out.dtype.element_ty), mask=on)
+
+
+@triton.jit
+def res_bmm_program(p, comb, x, out, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """The FIRST index of comb is contracted."""
+    blocks: tl.constexpr = (D + BD - 1) // BD
+    t = (p // blocks).to(tl.int64)
+    d = (p % blocks) * BD + tl.arange(0, BD)
+    on = d < D
+    row = t * (N * D) + d
+    x0, x1, x2, x3, x4, x5, x6, x7 = load_streams(x + row, on, N, D)
+    for k in tl.static_range(N):
+        w0, w1, w2, w3, w4, w5, w6, w7 = load_weights(comb + t * (N * N) + k, N, N)
+        v = weighted_streams(x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7, N)
+        tl.store(out + row + k * D, v.to(out.dtype.element_ty), mask=on)
+
+
+@triton.jit(do_not_specialize=["T"])
+def pre_bmm_fwd_kernel(pre, x, y, T, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, LOOP: tl.constexpr):
+    pid = tl.program_id(0)
+    if LOOP:
+        for i in range(0, tl.cdiv(T * ((D + BD - 1) // BD) - pid, tl.num_programs(0))):
+            pre_bmm_program(pid + i * tl.num_programs(0), pre, x, y, N, D, BD)
+    else:
+        pre_bmm_program(pid, pre, x, y, N, D, BD)
+
+
+@triton.jit(do_not_specialize=["T"])
+def post_bmm_fwd_kernel(post, f, out, T, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, LOOP: tl.constexpr):
+    pid = tl.program_id(0)
+    if LOOP:
+        for i in range(0, tl.cdiv(T * ((D + BD - 1) // BD) - pid, tl.num_programs(0))):
+            post_bmm_program(pid + i * tl.num_programs(0), post, f, out, N, D, BD)
+    else:
+        post_bmm_program(pid, post, f, out, N, D, BD)
+
+
+@triton.jit(do_not_specialize=["T"])
+def res_bmm_fwd_kernel(comb, x, out, T, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, LOOP: tl.constexpr):
+    pid = tl.program_id(0)
+    if LOOP:
+        for i in range(0, tl.cdiv(T * ((D + BD - 1) // BD) - pid, tl.num_programs(0))):
+            res_bmm_program(pid + i * tl.num_programs(0), comb, x, out, N, D, BD)
+    else:
+        res_bmm_program(pid, comb, x, out, N, D, BD)
+
+
+@cache
+def forward_spec(op: str, dtype: torch.dtype, n: int, d: int, npu: bool) -> Spec:
+    """op is "pre", "post" or "res"."""
+    coefficient, tensor, result = {"pre": ("pre", "x", "y"), "post": ("post", "f", "out"), "res": ("comb", "x", "out")}[op]
+    stream = f"*{TRITON_DTYPE[dtype]}"
+    return Spec(
+        {"pre": pre_bmm_fwd_kernel, "post": post_bmm_fwd_kernel, "res": res_bmm_fwd_kernel}[op],
+        types={coefficient: "*fp32", tensor: stream, result: stream, "T": "i32"},
+        consts={"N": n, "D": d, "BD": min(BLOCK_D, triton.next_power_of_2(d)), "LOOP": npu},
+        hot=True,
+        targets=("ascend",) if npu else ("cuda", "hip"),
+        tokens=1,
+        minimal_bytes={"pre": n + 1, "post": n + 1, "res": 2 * n}[op] * d * dtype.itemsize,
+    )
+
+
+def _forward(
+    op: str, coefficient: torch.Tensor, tensor: torch.Tensor, lead: torch.Size, streams: bool, n: int, npu: bool | None
+) -> torch.Tensor:
+    coefficient, tensor = coefficient.contiguous(), tensor.contiguous()
+    d = tensor.shape[-1]
+    out = torch.empty((*lead, n, d) if streams else (*lead, d), dtype=tensor.dtype, device=tensor.device)
+    if tokens := lead.numel():
+        spec = forward_spec(op, tensor.dtype, n, d, tensor.device.type == "npu" if npu is None else npu)
+        grid = row_grid(tensor.device, tokens * triton.cdiv(d, spec.consts["BD"]))
+        spec.launch((grid,), coefficient, tensor, out, tokens)
+    return out
+
+
+# npu=True launches the form for Ascend on any device (tests run it in the interpreter); None picks it by the device.
+def pre_bmm_fwd(pre: torch.Tensor, x: torch.Tensor, npu: bool | None = None) -> torch.Tensor:
+    return _forward("pre", pre, x, x.shape[:-2], False, x.shape[-2], npu)
+
+
+def post_bmm_fwd(post: torch.Tensor, f: torch.Tensor, npu: bool | None = None) -> torch.Tensor:
+    return _forward("post", post, f, f.shape[:-1], True, post.shape[-1], npu)
+
+
+def res_bmm_fwd(comb: torch.Tensor, x: torch.Tensor, npu: bool | None = None) -> torch.Tensor:
+    return _forward("res", comb, x, x.shape[:-2], True, x.shape[-2], npu)
+
+
+def specs(shape: ModelShape) -> Iterator[Spec]:
+    for npu in (False, True):
+        for op in ("pre", "post", "res"):
+            yield forward_spec(op, STREAM_DTYPE[shape.dtype], shape.hc_mult, shape.hidden, npu)
