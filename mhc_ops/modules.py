@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernel_runtime import IMPLS, check_choice, check_int
 from mhc_ops.boundary.api import hc_post_pre
 from mhc_ops.head.api import hc_head
-from mhc_ops.library import check_streams, mix_columns
+from mhc_ops.library import check_eps, check_iteration, check_streams, mix_columns
 from mhc_ops.pre.api import hc_pre
 
 # Start of training after arXiv 2512.24880: small factors and no bias, so that the mix is nearly the same for every token and every stream.
@@ -25,8 +26,7 @@ class _Site(nn.Module):
 
     def __init__(self, hidden_size: int, hc_mult: int, columns: int, factors: int, device: torch.device | str | None) -> None:
         super().__init__()
-        if hidden_size < 1:
-            raise ValueError(f"{type(self).__name__}: hidden_size must be at least 1, got {hidden_size}")
+        check_int(type(self).__name__, "hidden_size", hidden_size, minimum=1)
         check_streams(type(self).__name__, "hc_mult", hc_mult)
         self.hidden_size, self.hc_mult = hidden_size, hc_mult
         self.fn = nn.Parameter(torch.empty(columns, hc_mult * hidden_size, dtype=torch.float32, device=device))
@@ -69,6 +69,9 @@ class HyperConnection(_Site):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(hidden_size, hc_mult, mix_columns(hc_mult), 3, device)
+        check_iteration("HyperConnection", iters, hc_eps, convention)
+        check_eps("HyperConnection", "norm_eps", norm_eps)
+        check_choice("HyperConnection", "impl", impl, IMPLS)
         self.iters, self.hc_eps, self.norm_eps, self.convention, self.impl = iters, hc_eps, norm_eps, convention, impl
 
     def forward(
@@ -108,6 +111,9 @@ class HyperHead(_Site):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(hidden_size, hc_mult, hc_mult, 1, device)
+        check_eps("HyperHead", "hc_eps", hc_eps)
+        check_eps("HyperHead", "norm_eps", norm_eps)
+        check_choice("HyperHead", "impl", impl, IMPLS)
         self.hc_eps, self.norm_eps, self.impl = hc_eps, norm_eps, impl
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
