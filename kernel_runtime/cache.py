@@ -28,6 +28,7 @@ CHECKSUMS = "checksums.json"
 LOCKS = ".locks"
 PROBE_BYTES = 1 << 20
 OLD_TEMPORARY_SECONDS = 3600.0
+ELF_NOBITS = 8  # a section that takes no room in the file
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -198,7 +199,13 @@ def _binary_damage(data: bytes) -> str:
     if data[:4] != b"\x7fELF" or data[4] != 2:
         return "no 64-bit ELF file"
     offset, size, count = struct.unpack_from("<Q", data, 40)[0], *struct.unpack_from("<HH", data, 58)
-    return "truncated" if offset + size * count > len(data) else ""
+    programs, program_size, program_count = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
+    end = max(offset + size * count, programs + program_size * program_count)
+    if end <= len(data):
+        for header in range(offset, offset + size * count, size or 1):
+            kind, start, length = struct.unpack_from("<I", data, header + 4)[0], *struct.unpack_from("<QQ", data, header + 24)
+            end = max(end, 0 if kind == ELF_NOBITS else start + length)
+    return "truncated" if end > len(data) else ""
 
 
 def _checksum_damage(entry: Path) -> str:

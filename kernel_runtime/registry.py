@@ -70,7 +70,7 @@ def shape_of(config: Any, dtype: str | None = None) -> ModelShape:
             model = {"preset": get("preset"), **model}
         return shape_of(model, dtype or get("dtype"))
     base = shape_of(get("preset"), None) if get("preset") else None
-    found = {field: get(name) for field, name in _TRAINER_NAMES.items() if get(name) is not None}
+    found: dict[str, Any] = {field: get(name) for field, name in _TRAINER_NAMES.items() if get(name) is not None}
     ratios = get("compress_ratios")
     if ratios is not None:
         mtp = get("mtp_compress_ratio") if get("mtp_layers") else None
@@ -94,7 +94,7 @@ def register_specs(name: str, path: str) -> None:
     _SPECS[name] = path
 
 
-def registered_specs(shape: ModelShape) -> Iterator[tuple[str, object]]:
+def registered_specs(shape: ModelShape) -> Iterator[tuple[str, Any]]:
     """(op name, Spec) of every specialisation that the registered ops need for a model of this shape."""
     for name, path in sorted(_SPECS.items()):
         module, function = path.split(":")

@@ -57,7 +57,8 @@ def resources(kernel: Any) -> Resources:
     if target.backend == "hip":
         text = kernel.asm["amdgcn"]
         counts = {n: int(v) for n, v in re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", text)}
-        return Resources(counts.get("vgpr_count"), counts.get("vgpr_spill_count", 0) + counts.get("sgpr_spill_count", 0), kernel.metadata.shared)
+        spilled = counts.get("vgpr_spill_count", 0) + counts.get("sgpr_spill_count", 0)
+        return Resources(counts.get("vgpr_count"), spilled, kernel.metadata.shared)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -88,11 +89,6 @@ def build_launcher(kernel: Any) -> str:
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         return f"launchers are not in the cache and will be compiled at the first launch: {error}"
     return ""
-
-
-def launcher_files(kernel: Any) -> list[Path]:
-    """Files of the launcher and of the helper module that the cache holds for a compiled CUDA kernel."""
-    return [p for p in Path(triton.knobs.cache.dir).glob(f"*/*{sysconfig.get_config_var('EXT_SUFFIX')}")]
 
 
 def _build_module(source: str, name: str, driver: Any) -> None:

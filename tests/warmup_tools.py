@@ -75,13 +75,13 @@ def forget(plan: Any) -> None:
         spec.kernel.device_caches.clear()
 
 
-def small_plan() -> Any:
-    """A few kernels that compile in well under a second each."""
+def small_plan(sizes: tuple[int, ...] = (2, 4)) -> Any:
+    """Two kernels a size that compile in well under a second each."""
     from kernel_runtime.plan import Plan
     from mhc_ops.sinkhorn.bwd import backward_spec
     from mhc_ops.sinkhorn.fwd import forward_spec
 
-    specs = [make(torch.float32, n, 3, "v4") for n in (2, 4) for make in (forward_spec, backward_spec)]
+    specs = [make(torch.float32, n, 3, "v4") for n in sizes for make in (forward_spec, backward_spec)]
     return Plan.of(("mhc_ops.sinkhorn", spec) for spec in specs)
 
 
@@ -107,8 +107,9 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
 def in_mount(command: list[str], mount: Path, options: str, prepare: str = "true") -> subprocess.CompletedProcess:
     """Runs `command` in a mount namespace where `mount` is a tmpfs with `options`; `prepare` is a shell command run before it."""
     script = f'mount -t tmpfs -o {options} tmpfs "{mount}" && {prepare} && exec "$@"'
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests") + ":" + str(ROOT)}
-    return subprocess.run(["unshare", "-rm", "sh", "-c", script, "sh", *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests") + ":" + str(ROOT), "TMPDIR": str(mount.parent)}
+    inside = ["unshare", "-rm", "sh", "-c", script, "sh", *command]
+    return subprocess.run(inside, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
 def mounts_possible() -> bool:

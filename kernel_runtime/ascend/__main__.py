@@ -138,7 +138,8 @@ def table(rows: list[Row]) -> str:
             "result"]  # fmt: skip
     folded: dict[tuple, list[Row]] = {}
     for row in rows:
-        what = (row.kernel, str(row.consts), row.compiler, tuple(row.models), str(row.planned), row.failure, *(getattr(row, n) for n in loops))
+        counts = [getattr(row, name) for name in loops]
+        what = (row.kernel, str(row.consts), row.compiler, tuple(row.models), str(row.planned), row.failure, *counts)
         folded.setdefault(what, []).append(row)
     body = []
     for group in folded.values():
@@ -165,7 +166,8 @@ def traffic(rows: list[Row], target: str) -> str:
         minimum = f"{row.minimal_bytes:,.0f}" if row.minimal_bytes else "not stated"
         ratio = f"{moved / tokens / row.minimal_bytes:.2f}" if row.tokens and row.minimal_bytes else "-"
         counts = " | ".join(f"{getattr(row, n) / tokens:,.1f}" for n in ("vector", "cube", "dma", "scalar_loads"))
-        lines.append(f"| `{row.kernel}` | {', '.join(row.models)} | {a_token} | {minimum} | {ratio} | {row.workspace / tokens:,.0f} | {counts} |")
+        through = f"{row.workspace / tokens:,.0f}"
+        lines.append(f"| `{row.kernel}` | {', '.join(row.models)} | {a_token} | {minimum} | {ratio} | {through} | {counts} |")
     return "\n".join(lines)
 
 

@@ -173,10 +173,10 @@ class _Reader:
     def _operation(self, indent: int, body: str) -> None:
         result = _RESULT.match(body)
         if result and body.endswith("{"):  # results of a loop or a branch: what it yields
-            made = [_memref(t) for t in _TYPE.findall(body.partition(" -> (")[2].rpartition(")")[0])]
-            for i, m in enumerate(made):
+            yielded = [_memref(t) for t in _TYPE.findall(body.partition(" -> (")[2].rpartition(")")[0])]
+            for i, m in enumerate(yielded):
                 if m is not None:
-                    self.values[result[1] if len(made) == 1 else f"{result[1]}#{i}"] = m
+                    self.values[result[1] if len(yielded) == 1 else f"{result[1]}#{i}"] = m
         if constant := re.match(r"(%[\w-]+) = arith\.constant (-?\d+) : ", body):
             self.constants[constant[1]] = int(constant[2])
         if loop := _FOR.search(body):
@@ -226,7 +226,8 @@ def read(text: str, argument_names: list[str]) -> Report:
         if line.strip():
             reader.line(line)
     report = Report(
-        planned={SPACES[s]: n for s, n in reader.planned.items() if s in SPACES}, limits=_limits(text), scalar_loops=0, short_scalar_loops=0, narrow_loops=0,
+        planned={SPACES[s]: n for s, n in reader.planned.items() if s in SPACES}, limits=_limits(text),
+        scalar_loops=0, short_scalar_loops=0, narrow_loops=0,
         loads=Counter(), stores=Counter(), workspace=0, dma=0, scalar_loads=0, vector=0, cube=0,
         externals=set(re.findall(r"func\.func private @(\w+)\(", text)), inline_asm="llvm.inline_asm" in text,
     )  # fmt: skip
