@@ -10,6 +10,11 @@ from kernel_runtime.checks import FLOATS
 
 OPS = OpLibrary("indexer")
 
+# what the kernels cover
+MAX_DIM = 128  # channels of an index head; fewer are padded to a power of two of at least 16
+MAX_TOPK = 4096
+SEGMENT = 16384  # keys of one search for the K best; more keys are searched in segments, whose winners must fit one search again
+
 
 class Layout(NamedTuple):
     """The options of both ops that say which blocks a query sees, in the order of their schemas."""

@@ -2,10 +2,21 @@
 
 from torch import Tensor
 
-from indexer.library import check_bool, check_indexer, resolve_deterministic
+from indexer.library import MAX_DIM, MAX_TOPK, SEGMENT, check_bool, check_indexer, resolve_deterministic
 from indexer.lightning.op import LightningIndexer
 from kernel_runtime import check_int, run_eager, select_impl
 from reference import indexer as reference
+
+
+def no_kernel(q: Tensor, k: Tensor, topk: int) -> str | None:
+    """Why the kernels do not cover a case, None if they do."""
+    if q.shape[-1] > MAX_DIM:
+        return f"Di = {q.shape[-1]}; kernels take at most {MAX_DIM} channels"
+    if topk > MAX_TOPK:
+        return f"topk = {topk}; kernels take at most {MAX_TOPK}"
+    if -(-k.shape[-2] // SEGMENT) * topk > SEGMENT and k.shape[-2] > SEGMENT:
+        return f"{k.shape[-2]} keys with topk = {topk}; kernels take at most {SEGMENT // topk * SEGMENT} keys with this topk"
+    return None
 
 
 def lightning_indexer(
@@ -53,7 +64,7 @@ def lightning_indexer(
     if query_chunk is not None:
         check_int(op, "query_chunk", query_chunk, minimum=1)
     deterministic = resolve_deterministic(op, deterministic)
-    how = select_impl(op, impl, q, no_kernel="no kernel exists yet")
+    how = select_impl(op, impl, q, no_kernel=no_kernel(q, k, topk))
     if impl == "eager":
         return run_eager(
             reference.lightning_indexer, q, k, weights, topk, cmp_ratio=cmp_ratio, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,

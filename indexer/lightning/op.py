@@ -4,7 +4,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from indexer.library import LAYOUT_SCHEMA, OPS, offset_of
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from reference import indexer as reference
 
 
@@ -37,13 +37,16 @@ FORWARD = OPS.register(
     " -> (Tensor, Tensor)",
     fake=_fake_forward,
     eager=_forward,
+    triton="indexer.lightning.fwd:lightning_indexer_fwd",
 )
 BACKWARD = OPS.register(
     "lightning_indexer_bwd(Tensor dscores, Tensor q, Tensor k, Tensor weights, Tensor indices, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
     " bool deterministic, str impl) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
     eager=_backward,
+    triton="indexer.lightning.bwd:lightning_indexer_bwd",
 )
+register_specs("indexer.lightning", "indexer.lightning.bwd:specs")
 
 
 class LightningIndexer(torch.autograd.Function):

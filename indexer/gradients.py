@@ -1,0 +1,184 @@
+"""Gradients of the scores on selected slots, the backward of the indexer and the second half of its loss.
+
+Of dI on the slots of a query: dS' = dI 1[S > 0] with S = k q^T, dq = w (dS'^T k), dw = rowsum(q (dS'^T k)), dk[slot] += dS' (w q).
+dw comes out of the product that dq needs anyway, so that no second sum over slots is held (192 registers against 254). In bf16 dS' is
+rounded, an error of 1e-3. A slot counts where its index is in range and its dI is not 0; no other row of k is read.
+
+The rows of dk are summed in fp32, by atomics, or in a fixed order: every program writes its rows, and each key sums those that are its own.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from indexer.core import product
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+
+BLOCK_HEADS = 64
+PARTIAL_BYTES = 1 << 28  # of the rows of dk that wait for their owners
+
+
+@triton.jit(do_not_specialize=["r0", "h0", "S", "S3"])
+def gradients_kernel(
+    q, k, weights, indices, dscores, span, dq, dk, dweights, r0, h0, S, S3,
+    H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
+    ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One query and HB heads. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D]."""
+    row = (r0 + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # later queries hold more slots and go first
+    batch = row // S
+    start = 0
+    if TABLE:
+        start = tl.load(span + row)
+    first = batch * S3 + start
+    length = S3 - start
+    slot = tl.arange(0, P)
+    listed = tl.load(indices + row * K + slot, mask=slot < K, other=-1)
+    every = tl.load(dscores + row * K + slot, mask=(slot < K) & (listed >= 0) & (listed < length), other=0.0).to(tl.float32)
+    used = tl.max(tl.where(every != 0.0, slot + 1, 0), 0)
+    # dI is held between -1 and 1, so that fp16 neither overflows nor loses small gradients
+    peak = tl.max(tl.abs(every), 0)
+    shrink = tl.where(peak > 0.0, 1.0 / tl.where(peak > 0.0, peak, 1.0), 0.0)
+
+    head = (h0 + tl.program_id(1)) * HB + tl.arange(0, HB)
+    d = tl.arange(0, DP)
+    C: tl.constexpr = DP // HALVES
+    c = tl.arange(0, C)
+    q_rows = q + row * H * D + head[:, None] * D
+    q_tile = tl.load(q_rows + d[None, :], mask=(head < H)[:, None] & (d < D)[None, :], other=0.0)
+    q_t = tl.trans(q_tile)
+    w = tl.load(weights + row * H + head, mask=head < H, other=0.0).to(tl.float32)
+    left = tl.load(q_rows + c[None, :], mask=(head < H)[:, None] & (c < D)[None, :], other=0.0)
+    left = (left.to(tl.float32) * w[:, None]).to(q_tile.dtype)
+    if HALVES == 2:
+        right = tl.load(q_rows + C + c[None, :], mask=(head < H)[:, None] & (C + c < D)[None, :], other=0.0)
+        right = (right.to(tl.float32) * w[:, None]).to(q_tile.dtype)
+    own = dk + ((tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * K) * D
+    sums = tl.zeros([HB, DP], tl.float32)
+    n = tl.arange(0, BS)
+    for j in tl.range(0, used, BS, num_stages=STAGES):
+        index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
+        on = (j + n < K) & (index >= 0) & (index < length)
+        grad = tl.load(dscores + row * K + j + n, mask=on, other=0.0).to(tl.float32) * shrink
+        on = on & (grad != 0.0)
+        index = tl.where(on, index, 0)
+        block = tl.load(k + first * D + index[:, None].to(tl.int64) * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0)
+        s = product(block, q_t, tl.zeros([BS, HB], tl.float32))
+        ds = tl.where(s > 0.0, grad[:, None], 0.0).to(block.dtype)
+        sums = product(tl.trans(ds), block, sums)
+        into = dk + first * D + index[:, None].to(tl.int64) * D + c[None, :]
+        here = own + (j + n)[:, None] * D + c[None, :]
+        part = product(ds, left, tl.zeros([BS, C], tl.float32)) * peak
+        if ATOMIC:
+            tl.atomic_add(into, part, mask=on[:, None] & (c < D)[None, :], sem="relaxed")
+        else:
+            tl.store(here, part.to(dk.dtype.element_ty), mask=on[:, None] & (c < D)[None, :])
+        if HALVES == 2:
+            part = product(ds, right, tl.zeros([BS, C], tl.float32)) * peak
+            if ATOMIC:
+                tl.atomic_add(into + C, part, mask=on[:, None] & (C + c < D)[None, :], sem="relaxed")
+            else:
+                tl.store(here + C, part.to(dk.dtype.element_ty), mask=on[:, None] & (C + c < D)[None, :])
+    sums *= peak
+    again = tl.load(q_rows + d[None, :], mask=(head < H)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    tl.store(dweights + row * H + head, tl.sum(again * sums, 1), mask=head < H)
+    out = dq + row * H * D + head[:, None] * D + d[None, :]
+    tl.store(out, (sums * w[:, None]).to(dq.dtype.element_ty), mask=(head < H)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def owner_sum_kernel(partial, order, offsets, dk, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr):
+    """dk[s] += the partial rows in the list of key s, in the order of the list."""
+    s = tl.program_id(0)
+    begin = tl.load(offsets + s)
+    end = tl.load(offsets + s + 1)
+    d = tl.arange(0, DP)
+    n = tl.arange(0, BR)
+    total = tl.zeros([BR, DP], tl.float32)
+    for j in range(begin, end, BR):
+        place = tl.load(order + j + n, mask=j + n < end, other=0)
+        rows = tl.load(partial + place[:, None] * D + d[None, :], mask=(j + n < end)[:, None] & (d < D)[None, :], other=0.0)
+        total += rows.to(tl.float32)
+    out = dk + s.to(tl.int64) * D + d
+    tl.store(out, tl.load(out, mask=d < D, other=0.0) + tl.sum(total, 0), mask=d < D)
+
+
+@cache
+def gradients_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, topk: int, table: bool, atomic: bool) -> Spec:
+    name = TRITON_DTYPE[dtype]
+    padded = max(16, triton.next_power_of_2(dim))
+    return Spec(
+        gradients_kernel,
+        types={
+            "q": f"*{name}", "k": f"*{name}", "weights": f"*{TRITON_DTYPE[weights_dtype]}", "indices": "*i32", "dscores": "*fp32",
+            "span": "*i32", "dq": f"*{name}", "dk": "*fp32" if atomic else f"*{name}", "dweights": "*fp32",
+            "r0": "i32", "h0": "i32", "S": "i32", "S3": "i32",
+        },
+        consts={
+            "H": heads, "HB": max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim, "DP": padded, "K": topk,
+            "P": max(16, triton.next_power_of_2(topk)), "TABLE": table, "ATOMIC": atomic, "BS": 32 if dtype == torch.float32 else 64,
+            "HALVES": 2 if padded == 128 else 1, "STAGES": 1 if atomic else 2,
+        },
+        num_warps=4,
+        # three programs on a multiprocessor instead of two, for a few spilled registers
+        options={"maxnreg": 168},
+    )  # fmt: skip
+
+
+@cache
+def owner_sum_spec(dtype: torch.dtype, dim: int) -> Spec:
+    return Spec(
+        owner_sum_kernel,
+        types={"partial": f"*{TRITON_DTYPE[dtype]}", "order": "*i64", "offsets": "*i64", "dk": "*fp32"},
+        consts={"D": dim, "DP": max(16, triton.next_power_of_2(dim)), "BR": 32},
+    )
+
+
+def slot_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    dscores: torch.Tensor,
+    span: torch.Tensor | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq in the dtype of q, dk and dweights in fp32. Contiguous inputs; dscores fp32 like indices [.., K]; span as of `visible_table`."""
+    heads, dim = q.shape[-2:]
+    topk = indices.shape[-1]
+    batch, queries = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
+    keys, rows = k.shape[-2], batch * queries
+    dq = torch.empty_like(q)
+    dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+    dweights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
+    if not rows or not topk or not keys:
+        return dq.zero_(), dk, dweights.zero_()
+    spec = gradients_spec(q.dtype, weights.dtype, heads, dim, topk, span is not None, not deterministic)
+    blocks = triton.cdiv(heads, spec.consts["HB"])
+    tensors = (q, k, weights, indices, dscores, indices if span is None else span, dq)
+    if not deterministic:
+        spec.launch((rows, blocks), *tensors, dk, dweights, 0, 0, queries, keys)
+        return dq, dk, dweights
+    owners = _owners(indices, dscores, span, batch, queries, keys)
+    length = max(1, PARTIAL_BYTES // (topk * dim * q.element_size()))
+    partial = torch.empty(min(length, rows) * topk, dim, dtype=q.dtype, device=q.device)
+    bounds = torch.arange(batch * keys + 1, device=q.device)
+    for r0 in range(0, rows, length):
+        some = min(length, rows - r0)
+        lists, order = owners[r0 * topk : (r0 + some) * topk].sort(stable=True)
+        offsets = torch.searchsorted(lists, bounds)
+        for h0 in range(blocks):
+            spec.launch((some, 1), *tensors, partial, dweights, r0, h0, queries, keys)
+            owner_sum_spec(q.dtype, dim).launch((batch * keys,), partial, order, offsets, dk)
+    return dq, dk, dweights
+
+
+def _owners(indices: torch.Tensor, dscores: torch.Tensor, span: torch.Tensor | None, batch: int, queries: int, keys: int) -> torch.Tensor:
+    """The row of k, over all batch entries, that each slot adds to; batch * keys where it adds to none. Flat, int64."""
+    index = indices.reshape(batch * queries, -1).long()
+    first = torch.arange(batch, device=index.device).repeat_interleave(queries) * keys
+    start = first.new_zeros(()) if span is None else span[0].long()
+    on = (index >= 0) & (index < (keys - start).reshape(-1, 1)) & (dscores.reshape(index.shape) != 0)
+    return torch.where(on, index + (first + start)[:, None], batch * keys).flatten()

@@ -1,0 +1,48 @@
+"""Lightning indexer backward: launcher, and the specs of both directions for the registry."""
+
+from collections.abc import Iterator
+
+import torch
+
+from indexer.core import span_spec, visible_table
+from indexer.gradients import gradients_spec, owner_sum_spec, slot_gradients
+from indexer.library import SEGMENT
+from indexer.lightning.fwd import scores_spec
+from indexer.lightning.topk import NARROW, order_spec, select_spec
+from kernel_runtime.registry import ModelShape
+
+
+def lightning_indexer_bwd(
+    dscores: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, weights, indices, dscores = (x.contiguous() for x in (q, k, weights, indices, dscores))
+    span = visible_table(1, q.shape[0], k.shape[-2], 1, cu_seqlens_q, cu_seqlens_k, 0, None, q.device)  # BSND: None
+    dq, dk, dweights = slot_gradients(q, k, weights, indices, dscores, span, deterministic)
+    return dq, dk.to(k.dtype), dweights.to(weights.dtype)
+
+
+def specs(shape: ModelShape) -> Iterator:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[shape.dtype]
+    heads, dim, topk = shape.index_heads, shape.index_dim, shape.index_topk
+    ratio = min(shape.ratios)  # the indexer belongs to the layers of the smaller ratio
+    yield span_spec(ratio, True, False)
+    yield span_spec(1, True, False)
+    for table in (False, True):
+        yield scores_spec(dtype, torch.float32, heads, dim, ratio, table)
+        width = NARROW
+        while width <= SEGMENT:
+            yield select_spec(topk, ratio, table, 0, width)
+            width *= 2
+        yield select_spec(topk, ratio, table, 1, SEGMENT)
+        yield select_spec(topk, ratio, table, 2, NARROW)
+        yield order_spec(topk, ratio, table, True)
+        for atomic in (False, True):
+            yield gradients_spec(dtype, torch.float32, heads, dim, topk, table, atomic)
+    yield owner_sum_spec(dtype, dim)

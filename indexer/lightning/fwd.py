@@ -1,0 +1,170 @@
+"""Lightning indexer forward: scores, then the selection, in chunks of queries."""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from indexer.core import product, visible, visible_table
+from indexer.library import SEGMENT
+from indexer.lightning.topk import NARROW, order_spec, select_spec
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+
+COLUMNS = 128  # queries x heads of a tile
+BLOCK_KEYS = 64
+SCORE_BUFFER = 1 << 25  # fp32 elements of the score buffer: 128 MiB
+
+
+@triton.jit(do_not_specialize=["b0", "i0", "n", "S", "S3", "rows", "q_offset"])
+def scores_kernel(
+    q, k, weights, span, scores, b0, i0, n, S, S3, rows, q_offset,
+    H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, TABLE: tl.constexpr,
+    NQ: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """scores [batches, n, S3] of n queries from i0 on; only visible blocks are written, counted from the query's own document.
+
+    Keys are the rows of the product and NQ queries x HB heads its columns, so that a thread holds whole runs of a head sum; queries and
+    weights stay in place while the keys stream past. Later queries see more and go first.
+    """
+    batch = b0 + tl.program_id(1)
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * NQ
+    local = tile + tl.arange(0, NQ)
+    on = local < n
+    start, count = visible(span, batch.to(tl.int64) * S + i0 + local, i0 + local, on, rows, S3, q_offset, R, TABLE)
+    low = tl.min(tl.where(count > 0, start, S3), 0)
+    high = tl.max(tl.where(count > 0, start + count, 0), 0)
+
+    column = tl.arange(0, NQ * HB)
+    head = column % HB
+    owner = tile + column // HB
+    d = tl.arange(0, DP)
+    token = batch.to(tl.int64) * S + i0 + tile
+    q_tile = q + token * H * D + (column // HB * H + head)[:, None] * D + d[None, :]
+    w_tile = weights + token * H + column // HB * H + head
+    q_mask = (owner < n)[:, None] & (d < D)[None, :]
+    if HB >= H:
+        q_t = tl.trans(tl.load(q_tile, mask=q_mask & (head < H)[:, None], other=0.0))
+        w = tl.load(w_tile, mask=(owner < n) & (head < H), other=0.0).to(tl.float32)
+
+    out = scores + (tl.program_id(1) * n + tile).to(tl.int64) * S3
+    keys = tl.arange(0, BK)
+    for j in tl.range(low, high, BK, num_stages=STAGES):
+        s = j + keys
+        k_tile = k + (batch.to(tl.int64) * S3 + j) * D + keys[:, None] * D + d[None, :]
+        block = tl.load(k_tile, mask=(s < high)[:, None] & (d < D)[None, :], other=0.0)
+        if HB >= H:
+            products = product(block, q_t, tl.zeros([BK, NQ * HB], tl.float32))
+            total = tl.sum(tl.reshape(tl.maximum(products, 0.0) * w[None, :], [BK, NQ, HB]), 2)
+        else:
+            total = tl.zeros([BK, NQ], tl.float32)
+            for h in range(0, H, HB):
+                more = (head < H - h) & (owner < n)
+                q_t = tl.trans(tl.load(q_tile + h * D, mask=q_mask & more[:, None], other=0.0))
+                w = tl.load(w_tile + h, mask=more, other=0.0).to(tl.float32)
+                products = product(block, q_t, tl.zeros([BK, NQ * HB], tl.float32))
+                total += tl.sum(tl.reshape(tl.maximum(products, 0.0) * w[None, :], [BK, NQ, HB]), 2)
+        place = s[:, None] - start[None, :]
+        tl.store(out + tl.arange(0, NQ)[None, :] * S3 + place, total, mask=(place >= 0) & (place < count[None, :]))
+
+
+@cache
+def scores_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, cmp_ratio: int, table: bool) -> Spec:
+    pointer = f"*{TRITON_DTYPE[dtype]}"
+    block = min(triton.next_power_of_2(heads), COLUMNS)
+    sizes = ("b0", "i0", "n", "S", "S3", "rows", "q_offset")
+    return Spec(
+        scores_kernel,
+        types={"q": pointer, "k": pointer, "weights": f"*{TRITON_DTYPE[weights_dtype]}", "span": "*i32", "scores": "*fp32"}
+        | dict.fromkeys(sizes, "i32"),
+        consts={
+            "H": heads, "HB": block, "D": dim, "DP": max(16, triton.next_power_of_2(dim)), "R": cmp_ratio, "TABLE": table,
+            "NQ": COLUMNS // block, "BK": BLOCK_KEYS, "STAGES": 2,
+        },
+        num_warps=4,
+        hot=True,
+    )  # fmt: skip
+
+
+def query_chunks(batch: int, queries: int, keys: int, asked: int) -> tuple[int, int]:
+    """(batch entries, queries) of a chunk: whole sequences where they fit, otherwise a part of one."""
+    rows = asked or max(1, SCORE_BUFFER // max(1, keys))
+    return (min(batch, rows // queries), queries) if rows >= queries else (1, rows)
+
+
+def lightning_indexer_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    topk: int,
+    cmp_ratio: int,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    q_offset: int,
+    q_offsets: torch.Tensor | None,
+    sorted: bool,
+    query_chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, weights = q.contiguous(), k.contiguous(), weights.contiguous()
+    heads, dim = q.shape[-2:]
+    batch, queries = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
+    keys, rows = k.shape[-2], batch * queries
+    indices = torch.empty(*weights.shape[:-1], topk, dtype=torch.int32, device=q.device)
+    values = torch.empty(indices.shape, dtype=torch.float32, device=q.device)
+    if not rows:
+        return indices, values
+    span = visible_table(batch, queries, keys, cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset, q_offsets, q.device)
+    table = span is not None
+    span = indices if span is None else span  # a pointer that is not read
+    batches, length = query_chunks(batch, queries, keys, query_chunk)
+    buffer = torch.empty(max(1, batches * length * keys), dtype=torch.float32, device=q.device)
+    segments = triton.cdiv(keys, SEGMENT)
+    winners = indices
+    if segments > 1:
+        winners = torch.empty(batches * length * segments * topk, dtype=torch.int32, device=q.device)
+
+    score = scores_spec(q.dtype, weights.dtype, heads, dim, cmp_ratio, table)
+    order = order_spec(topk, cmp_ratio, table, sorted)
+    tile = score.consts["NQ"]
+    for b0 in range(0, batch, batches):
+        some = min(batches, batch - b0)
+        for i0 in range(0, queries, length):
+            n = min(length, queries - i0)
+            sizes = (n, queries, keys, rows, q_offset)
+            seen = keys if table else min(keys, max(0, q_offset + i0 + n) // cmp_ratio)  # of the last query
+            if seen:
+                score.launch((triton.cdiv(n, tile), some), q, k, weights, span, buffer, b0, i0, *sizes)
+            for above, upto, width in search_widths(topk, seen):
+                first, last = (0, n) if table else rows_between(above, upto if upto < keys else None, q_offset + i0, n, cmp_ratio)
+                if first >= last:
+                    continue
+                grid = (last - first, some)
+                args = (buffer, span, winners, indices, b0, i0, first, *sizes, segments, above, upto)
+                if upto <= SEGMENT:
+                    select_spec(topk, cmp_ratio, table, 0, width).launch(grid, *args)
+                else:
+                    select_spec(topk, cmp_ratio, table, 1, SEGMENT).launch((*grid, segments), *args)
+                    second = min(SEGMENT, max(NARROW, triton.next_power_of_2(segments * topk)))
+                    select_spec(topk, cmp_ratio, table, 2, second).launch(grid, *args)
+            order.launch((n, some), buffer, span, indices, values, b0, i0, *sizes)
+    return indices, values
+
+
+def search_widths(topk: int, seen: int) -> list[tuple[int, int, int]]:
+    """(above, upto, tile width) of the searches for rows of more than topk and at most `seen` visible blocks."""
+    buckets, above, width = [], topk, NARROW
+    while above < seen and width <= SEGMENT:
+        if width > above:
+            buckets.append((above, width, width))
+            above = width
+        width *= 2
+    if above < seen:
+        buckets.append((above, 2**31 - 1, SEGMENT))
+    return buckets
+
+
+def rows_between(above: int, upto: int | None, offset: int, n: int, cmp_ratio: int) -> tuple[int, int]:
+    """Range of the n queries from position `offset` on that see more than `above` and at most `upto` blocks (None: no limit)."""
+    first = (above + 1) * cmp_ratio - 1 - offset
+    last = n if upto is None else (upto + 1) * cmp_ratio - 1 - offset
+    return max(0, first), min(n, last)
