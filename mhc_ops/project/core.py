@@ -1,0 +1,157 @@
+"""What the fused mHC kernels share: sizes that they agree on, and device functions over the streams of one token. Imports Triton.
+
+Letters: T tokens, N streams, D hidden size, K = N*D, M columns of the mix (N*N + 2N at a site, N at the head), P the power of two at
+or above N, C the power of two that holds M columns and the extra ones named where it is used.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+def padded(columns: int) -> int:
+    """A tile width that holds so many columns; products need at least 16."""
+    return max(16, triton.next_power_of_2(columns))
+
+
+@cache
+def parallelism(device: torch.device) -> int:
+    """Multiprocessors of a GPU, vector cores of an NPU; 2 in the interpreter, so that every two-stage sum has two partial sums to add."""
+    if device.type == "cpu":
+        return 2
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return getattr(properties, "multi_processor_count", 0) or getattr(properties, "vector_core_num", 40)
+
+
+def row_grid(device: torch.device, programs: int) -> int:
+    """Launch size of a kernel that loops over its row programs: one each on a GPU, as many as cores on an NPU (65535 at most there)."""
+    return programs if device.type != "npu" else min(programs, parallelism(device))
+
+
+@triton.jit
+def load_streams(at, mask, N: tl.constexpr, D: tl.constexpr):
+    """The N streams at the pointers `at`, `at + D`, ... as eight tensors in their own type; those past N repeat the first.
+
+    Named one by one because Triton 3.2 has no tuples of tensors; every load is issued before the first use.
+    """
+    x0 = tl.load(at, mask=mask, other=0.0)
+    x1 = tl.load(at + D, mask=mask, other=0.0)
+    x2 = x0
+    x3 = x0
+    x4 = x0
+    x5 = x0
+    x6 = x0
+    x7 = x0
+    if N > 2:
+        x2 = tl.load(at + 2 * D, mask=mask, other=0.0)
+    if N > 3:
+        x3 = tl.load(at + 3 * D, mask=mask, other=0.0)
+    if N > 4:
+        x4 = tl.load(at + 4 * D, mask=mask, other=0.0)
+    if N > 5:
+        x5 = tl.load(at + 5 * D, mask=mask, other=0.0)
+    if N > 6:
+        x6 = tl.load(at + 6 * D, mask=mask, other=0.0)
+    if N > 7:
+        x7 = tl.load(at + 7 * D, mask=mask, other=0.0)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def weighted_streams(x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7, N: tl.constexpr):
+    """sum over the first N of x_j * w_j in fp32, contracted in this order by hand: wherever streams are summed, replays are bit-equal"""
+    v = tl.fma(x1.to(tl.float32), w1, x0.to(tl.float32) * w0)
+    if N > 2:
+        v = tl.fma(x2.to(tl.float32), w2, v)
+    if N > 3:
+        v = tl.fma(x3.to(tl.float32), w3, v)
+    if N > 4:
+        v = tl.fma(x4.to(tl.float32), w4, v)
+    if N > 5:
+        v = tl.fma(x5.to(tl.float32), w5, v)
+    if N > 6:
+        v = tl.fma(x6.to(tl.float32), w6, v)
+    if N > 7:
+        v = tl.fma(x7.to(tl.float32), w7, v)
+    return v
+
+
+@triton.jit
+def load_weights(at, STRIDE: tl.constexpr, N: tl.constexpr):
+    """Scalars at `at`, `at + STRIDE`, ..., eight of them; those past N repeat the first."""
+    w0 = tl.load(at)
+    w1 = tl.load(at + STRIDE)
+    w2 = w0
+    w3 = w0
+    w4 = w0
+    w5 = w0
+    w6 = w0
+    w7 = w0
+    if N > 2:
+        w2 = tl.load(at + 2 * STRIDE)
+    if N > 3:
+        w3 = tl.load(at + 3 * STRIDE)
+    if N > 4:
+        w4 = tl.load(at + 4 * STRIDE)
+    if N > 5:
+        w5 = tl.load(at + 5 * STRIDE)
+    if N > 6:
+        w6 = tl.load(at + 6 * STRIDE)
+    if N > 7:
+        w7 = tl.load(at + 7 * STRIDE)
+    return w0, w1, w2, w3, w4, w5, w6, w7
+
+
+@triton.jit
+def pick_weights(v, N: tl.constexpr, P: tl.constexpr):
+    """The elements of a vector [P] as eight scalars; those past N repeat the first."""
+    i = tl.arange(0, P)
+    w0 = tl.sum(tl.where(i == 0, v, 0.0), 0)
+    w1 = tl.sum(tl.where(i == 1, v, 0.0), 0)
+    w2 = w0
+    w3 = w0
+    w4 = w0
+    w5 = w0
+    w6 = w0
+    w7 = w0
+    if N > 2:
+        w2 = tl.sum(tl.where(i == 2, v, 0.0), 0)
+    if N > 3:
+        w3 = tl.sum(tl.where(i == 3, v, 0.0), 0)
+    if N > 4:
+        w4 = tl.sum(tl.where(i == 4, v, 0.0), 0)
+    if N > 5:
+        w5 = tl.sum(tl.where(i == 5, v, 0.0), 0)
+    if N > 6:
+        w6 = tl.sum(tl.where(i == 6, v, 0.0), 0)
+    if N > 7:
+        w7 = tl.sum(tl.where(i == 7, v, 0.0), 0)
+    return w0, w1, w2, w3, w4, w5, w6, w7
+
+
+@triton.jit
+def gather_scalars(a0, a1, a2, a3, a4, a5, a6, a7, N: tl.constexpr, P: tl.constexpr):
+    """Eight scalars as a vector [P], 0 past N"""
+    i = tl.arange(0, P)
+    v = tl.where(i == 0, a0, 0.0) + tl.where(i == 1, a1, 0.0)
+    if N > 2:
+        v += tl.where(i == 2, a2, 0.0)
+    if N > 3:
+        v += tl.where(i == 3, a3, 0.0)
+    if N > 4:
+        v += tl.where(i == 4, a4, 0.0)
+    if N > 5:
+        v += tl.where(i == 5, a5, 0.0)
+    if N > 6:
+        v += tl.where(i == 6, a6, 0.0)
+    if N > 7:
+        v += tl.where(i == 7, a7, 0.0)
+    return v
+
+
+@triton.jit
+def dot_exact(a, b, acc):
+    """acc + a @ b in full fp32 (no tf32), for streams whose values do not fit in bf16"""
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
