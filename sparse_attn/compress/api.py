@@ -8,7 +8,7 @@ from torch import Tensor
 from kernel_runtime import check_dtype, check_int, check_same, check_shape, run_eager, select_impl
 from kernel_runtime.checks import FLOATS
 from reference import compress as reference
-from sparse_attn.compress.op import Compress, no_kernel
+from sparse_attn.compress.op import Compress
 from sparse_attn.library import check_cu_seqlens, check_flag
 
 OP = "compress_kv"
@@ -53,7 +53,7 @@ def compress_kv(
     check_shape(OP, "position_bias", position_bias, (ratio, kv.shape[-1]))
     if cu_seqlens is not None:
         check_cu_seqlens(OP, "cu_seqlens", cu_seqlens, "kv", kv)
-    how = select_impl(OP, impl, kv, no_kernel=no_kernel(kv))
+    how = select_impl(OP, impl, kv)
     if impl == "eager":
         return run_eager(reference.compress_kv, kv, gate, position_bias, ratio, overlap=overlap, cu_seqlens=cu_seqlens)
     return Compress.apply(kv, gate, position_bias, ratio, overlap, cu_seqlens, how)

@@ -5,16 +5,11 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from reference import compress as reference
 from sparse_attn.library import OPS
 
 _INPUTS = "Tensor kv, Tensor gate, Tensor position_bias, int ratio, bool overlap, Tensor? cu_seqlens, str impl"
-
-
-def no_kernel(kv: torch.Tensor) -> str | None:
-    """Why no kernel covers this call, None if one does."""
-    return "no kernel exists yet"
 
 
 def _forward(kv, gate, position_bias, ratio, overlap, cu_seqlens):
@@ -34,10 +29,16 @@ def _backward_fake(dout, kv, gate, position_bias, *_):
     return kv.new_empty(kv.shape), gate.new_empty(gate.shape), position_bias.new_empty(position_bias.shape)
 
 
-FORWARD = OPS.register(f"compress_fwd({_INPUTS}) -> Tensor", fake=_forward_fake, eager=_forward)
-BACKWARD = OPS.register(
-    f"compress_bwd(Tensor dout, {_INPUTS}) -> (Tensor dkv, Tensor dgate, Tensor dposition_bias)", fake=_backward_fake, eager=_backward
+FORWARD = OPS.register(
+    f"compress_fwd({_INPUTS}) -> Tensor", fake=_forward_fake, eager=_forward, triton="sparse_attn.compress.fwd:compress_fwd"
 )
+BACKWARD = OPS.register(
+    f"compress_bwd(Tensor dout, {_INPUTS}) -> (Tensor dkv, Tensor dgate, Tensor dposition_bias)",
+    fake=_backward_fake,
+    eager=_backward,
+    triton="sparse_attn.compress.bwd:compress_bwd",
+)
+register_specs("sparse_attn.compress", "sparse_attn.compress.bwd:specs")
 
 
 class Compress(torch.autograd.Function):
