@@ -7,21 +7,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from train_example.checkpoint import init_optimizer_state
+from train_example.model import fp32_islands
 from train_example.run_config import RunConfig
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
-    """AdamW over the local shards; weight decay on matrices alone (norms, sinks, gates and the mHC factors have none).
+    """AdamW over the local shards; weight decay on matrices outside the fp32 islands (norms, sinks, routers and mHC have none).
 
     Dense and expert parameters live on different meshes and are in groups of their own: the fused update takes one mesh at a time.
     """
+    island_params = {param for island in fp32_islands(model) for param in island.parameters()}
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
-    for module in model.modules():
-        island = getattr(module, "fp32_island", False)
-        for param in module.parameters(recurse=False):
-            mesh_dims = param.device_mesh.ndim if isinstance(param, DTensor) else 0
-            decay = param.dim() >= 2 and not island
-            groups.setdefault((mesh_dims, decay), []).append(param)
+    for param in model.parameters():
+        mesh_dims = param.device_mesh.ndim if isinstance(param, DTensor) else 0
+        decay = param.dim() >= 2 and param not in island_params
+        groups.setdefault((mesh_dims, decay), []).append(param)
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
     optimizer = torch.optim.AdamW(
         [{"params": params, "weight_decay": config.weight_decay if decay else 0.0} for (_, decay), params in groups.items()],

@@ -17,6 +17,7 @@ Every parameter is thus sharded over all W ranks, exactly once. The rules that k
 import datetime
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -143,6 +144,8 @@ def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, 
         moe.ep_group = parallel.ep_group
         efsdp = parallel.sparse["efsdp"]
         fully_shard(moe.experts, mesh=efsdp, mp_policy=policy, shard_placement_fn=lambda param: Shard(1))
+    # FSDP warns of a view that a unit returns, for one could write into it in place; the model writes nowhere in place
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     left = list(islands)
     for unit in (*layer_modules(model), model):
         inside = set(unit.modules())

@@ -21,6 +21,7 @@ from train_example.config import PRESETS, ModelConfig
 IMPLS = ("auto", "eager", "triton")
 RECOMPUTE = ("none", "layer", "mhc", "cross-layer")
 
+
 class ConfigError(ValueError):
     """A setting that cannot work; the message is meant for the person who typed it and needs no traceback."""
 
@@ -33,7 +34,7 @@ def _setting(default: Any, text: str, choices: tuple[str, ...] | None = None) ->
 class RunConfig:
     """Every setting of a run; `metadata["help"]` of a field is its line in `--help`."""
 
-    out: str = _setting("runs/default", "folder of the run: config.json, train.log, metrics.jsonl, curves.png, checkpoints")
+    out: str = _setting("", "folder of the run: log, metrics, curves, checkpoints; empty = runs/DATE-TIME")
     overwrite: bool = _setting(False, "delete an earlier run in that folder first")
     preset: str = _setting("tiny", "sizes of the model before single ones are changed", tuple(PRESETS))
     model: ModelConfig = field(default=PRESETS["tiny"], metadata={"help": "sizes of the model", "choices": None})
@@ -41,10 +42,10 @@ class RunConfig:
     data: str = _setting("", "text file or folder of files, read as bytes; empty = the language reference that ships with Python")
     eval_fraction: float = _setting(0.1, "share of the text, taken from its end, that is held out; 0 to 0.5")
     seq_len: int = _setting(128, "tokens of a sequence (1 token = 1 byte)")
-    batch: int = _setting(8, "sequences a process takes in one forward pass")
+    batch: int = _setting(16, "sequences a process takes in one forward pass")
     accumulate: int = _setting(1, "forward and backward passes a step; a step sees processes x accumulate x batch sequences")
 
-    steps: int = _setting(300, "optimizer steps of the whole run, those before a resume included")
+    steps: int = _setting(120, "optimizer steps of the whole run, those before a resume included")
     lr: float = _setting(4e-3, "peak learning rate of AdamW")
     min_lr: float = _setting(0.1, "learning rate of the last step, as a share of the peak (cosine in between)")
     warmup_steps: int = _setting(20, "steps of linear warmup of the learning rate")
@@ -53,7 +54,7 @@ class RunConfig:
     beta2: float = _setting(0.95, "AdamW's decay of the second moment, per step")
     adam_eps: float = _setting(1e-8, "AdamW's epsilon")
     clip: float = _setting(1.0, "largest global gradient norm; -1 = no clipping (the norm is still logged)")
-    balance: float = _setting(1e-3, "step by which a router's selection bias moves towards experts with little load; 0 = never")
+    balance: float = _setting(1e-2, "step by which a router's selection bias moves towards experts with little load; 0 = never")
     seed: int = _setting(0, "seed of the weights and of the order of the data")
 
     device: str = _setting("auto", "auto = the accelerator torch finds, else the CPU", ("auto", "cpu", "cuda", "npu"))
@@ -67,7 +68,7 @@ class RunConfig:
     recompute: str = _setting("none", "what the backward pass computes again instead of keeping", RECOMPUTE)
     swap_optimizer: bool = _setting(False, "keep AdamW's moments in host memory (saves 8 bytes a parameter on the accelerator)")
 
-    eval_every: int = _setting(100, "steps between evaluations on the held-out text; -1 = after the last step alone; 0 = never")
+    eval_every: int = _setting(60, "steps between evaluations on the held-out text; -1 = after the last step alone; 0 = never")
     eval_sequences: int = _setting(-1, "held-out sequences an evaluation reads; -1 = all")
     save_every: int = _setting(-1, "steps between checkpoints; -1 = after the last step alone; 0 = never")
     keep: int = _setting(2, "checkpoints to keep, the newest ones; -1 = all")
@@ -88,6 +89,8 @@ class RunConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: not supported ({reason}); use more processes, or ep, instead")
         if self.recompute in ("mhc", "cross-layer"):
             raise ConfigError(f"recompute = {self.recompute} does not exist yet; recompute = layer does")
+        if not self.out and (self.resume == "latest" or self.overwrite):
+            raise ConfigError("resume = latest and overwrite need the run's folder: name it with --out")
         for name in ("seq_len", "batch", "accumulate", "steps", "log_every", "lr", "startup_timeout", "step_timeout", "adam_eps"):
             self._need(getattr(self, name) > 0, name, "a number above 0")
         for name in ("warmup_steps", "weight_decay", "min_lr", "balance", "seed"):

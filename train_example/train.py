@@ -65,9 +65,15 @@ def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.
     return model
 
 
-def prepare_run_folder(config: RunConfig, parallel: Parallel) -> Text:
+def run_folder(config: RunConfig) -> Path:
+    """The folder that `out` names, or a new one named after rank 0's clock."""
+    name = [config.out or time.strftime("runs/%Y%m%d-%H%M%S")]
+    dist.broadcast_object_list(name, src=0)
+    return Path(name[0])
+
+
+def prepare_run_folder(config: RunConfig, out: Path, parallel: Parallel) -> Text:
     """Rank 0 makes the folder and echoes the settings; every rank opens the text."""
-    out = Path(config.out)
     used = (out / "metrics.jsonl").exists() and not (config.resume or config.overwrite)
     files = None if not config.data else find_files(config.data)
     dist.barrier()  # every rank has looked before rank 0 changes anything
@@ -105,8 +111,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only with a fixed workspace
         torch.use_deterministic_algorithms(True)
-    out = Path(config.out)
     parallel = init_parallel(device, config.ep, config.startup_timeout)
+    out = run_folder(config)
     check_experts(config.model.num_experts, parallel)
     sizes = {name: value for name, value in config.to_dict()["model"].items() if name != "preset"}
     progress: dict[str, Any] = {"step": 0, "tokens": 0, "loss_ema": None}
@@ -114,7 +120,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     if resume:
         progress = checkpoint.read_progress(resume, sizes)
 
-    dataset = Dataset(prepare_run_folder(config, parallel), config.seq_len, config.eval_fraction, config.seed)
+    dataset = Dataset(prepare_run_folder(config, out, parallel), config.seq_len, config.eval_fraction, config.seed)
     model = build_model(config, parallel, fill=resume is None)
     optimizer = make_optimizer(model, config)
     if resume:
@@ -124,8 +130,9 @@ def train(config: RunConfig) -> dict[str, Any]:
     log = metrics.MetricsLog(out, config.steps, progress["step"]) if parallel.rank == 0 else None
     if log:
         parameters = sum(param.numel() for param in model.parameters())
-        log.say(f"{parameters / 1e6:.2f} M parameters | {parallel.world} x {device.type}, ep {parallel.sparse.size(1)} | text of "
-                f"{len(dataset.text)} tokens, {dataset.train_tokens} to train on | {'resumed from ' + str(resume) if resume else 'new'}")
+        where = f"{parallel.world} x {device.type}, ep {parallel.sparse.size(1)}"
+        text = f"text of {len(dataset.text)} tokens, {dataset.train_tokens} to train on"
+        log.say(f"{out} | {parameters / 1e6:.2f} M parameters | {where} | {text}" + (f" | resumed from {resume}" if resume else ""))
     flops = metrics.flops_per_token(config.model, config.seq_len)
     peak = metrics.peak_flops(device, config.dtype, config.peak_tflops)
     local_tokens = config.seq_len * config.batch * config.accumulate
