@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernel_runtime import run_eager, select_impl
-from mhc_ops.boundary.op import NO_KERNEL, PostPre
+from mhc_ops.boundary.op import PostPre
 from mhc_ops.library import check_expansion, check_iteration, check_site
 from reference import mhc as reference
 
@@ -42,7 +42,7 @@ def hc_post_pre(
     check_expansion(op, f, x, post, comb)
     check_site(op, x, fn, scale, base, pre_mix, return_pre, norm_eps)
     check_iteration(op, iters, hc_eps, convention)
-    how = select_impl(op, impl, x, no_kernel=NO_KERNEL)
+    how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(
             reference.hc_post_pre, f, x, post, comb, fn, scale, base, iters=iters, hc_eps=hc_eps, norm_eps=norm_eps,

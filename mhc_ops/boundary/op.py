@@ -3,13 +3,11 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from mhc_ops.library import OPS
 from mhc_ops.pre import op as pre_op
 from mhc_ops.pre.op import OPTIONS, SITE
 from reference import mhc as reference
-
-NO_KERNEL = "no kernel exists yet"
 
 
 def _forward(f, x, post, comb, *site_and_options):
@@ -35,6 +33,7 @@ FORWARD = OPS.register(
     " -> (Tensor streams, Tensor y, Tensor pre, Tensor post_out, Tensor comb_out, Tensor mixes, Tensor rstd)",
     fake=lambda f, x, post, comb, fn, *_: (x.new_empty(x.shape), *pre_op.forward_fake(x, fn)),
     eager=_forward,
+    triton="mhc_ops.boundary.fwd:post_pre_fwd",
 )
 BACKWARD = OPS.register(
     "post_pre_bwd(Tensor? dstreams, Tensor? dy, Tensor? dpre, Tensor? dpost_out, Tensor? dcomb_out,"
@@ -42,7 +41,9 @@ BACKWARD = OPS.register(
     " -> (Tensor df, Tensor dx, Tensor dpost, Tensor dcomb, Tensor dfn, Tensor dscale, Tensor dbase, Tensor dpre_mix)",
     fake=_backward_fake,
     eager=_backward,
+    triton="mhc_ops.boundary.bwd:post_pre_bwd",
 )
+register_specs("mhc_ops.boundary", "mhc_ops.boundary.bwd:specs")
 
 
 class PostPre(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernel_runtime import run_eager, select_impl
-from mhc_ops.head.op import NO_KERNEL, Head
+from mhc_ops.head.op import Head
 from mhc_ops.library import check_coefficient, check_eps, check_stream_tensor
 from reference import mhc as reference
 
@@ -39,7 +39,7 @@ def hc_head(
     check_coefficient(op, "base", base, [n], "x", x)
     check_eps(op, "hc_eps", hc_eps)
     check_eps(op, "norm_eps", norm_eps)
-    how = select_impl(op, impl, x, no_kernel=NO_KERNEL)
+    how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(reference.hc_head, x, fn, scale, base, hc_eps=hc_eps, norm_eps=norm_eps)
     return Head.apply(x, fn, scale, base, float(hc_eps), float(norm_eps), how)

@@ -3,11 +3,9 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from mhc_ops.library import OPS, coefficient_dtype
 from reference import mhc as reference
-
-NO_KERNEL = "no kernel exists yet"
 
 
 def _forward(x, fn, scale, base, hc_eps, norm_eps):
@@ -31,13 +29,16 @@ FORWARD = OPS.register(
     " -> (Tensor h, Tensor mixes, Tensor rstd)",
     fake=_forward_fake,
     eager=_forward,
+    triton="mhc_ops.head.fwd:head_fwd",
 )
 BACKWARD = OPS.register(
     "head_bwd(Tensor dh, Tensor x, Tensor fn, Tensor scale, Tensor base, Tensor mixes, Tensor rstd,"
     " float hc_eps, float norm_eps, str impl) -> (Tensor dx, Tensor dfn, Tensor dscale, Tensor dbase)",
     fake=lambda dh, x, fn, scale, base, *_: tuple(t.new_empty(t.shape) for t in (x, fn, scale, base)),
     eager=_backward,
+    triton="mhc_ops.head.bwd:head_bwd",
 )
+register_specs("mhc_ops.head", "mhc_ops.head.bwd:specs")
 
 
 class Head(torch.autograd.Function):

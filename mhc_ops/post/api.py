@@ -6,7 +6,7 @@ import torch
 
 from kernel_runtime import run_eager, select_impl
 from mhc_ops.library import check_expansion
-from mhc_ops.post.op import NO_KERNEL, Post
+from mhc_ops.post.op import Post
 from reference import mhc as reference
 
 
@@ -24,7 +24,7 @@ def hc_post(f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Te
     """
     op = "hc_post"
     check_expansion(op, f, x, post, comb)
-    how = select_impl(op, impl, x, no_kernel=NO_KERNEL)
+    how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(reference.hc_post, f, x, post, comb)
     return Post.apply(f, x, post, comb, how)

@@ -3,22 +3,23 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from mhc_ops.library import OPS
 from reference import mhc as reference
-
-NO_KERNEL = "no kernel exists yet"
 
 FORWARD = OPS.register(
     "post_fwd(Tensor f, Tensor x, Tensor post, Tensor comb, str impl) -> Tensor",
     fake=lambda f, x, post, comb: x.new_empty(x.shape),
     eager=reference.hc_post,
+    triton="mhc_ops.post.fwd:post_fwd",
 )
 BACKWARD = OPS.register(
     "post_bwd(Tensor dout, Tensor f, Tensor x, Tensor post, Tensor comb, str impl) -> (Tensor df, Tensor dx, Tensor dpost, Tensor dcomb)",
     fake=lambda dout, *inputs: tuple(t.new_empty(t.shape) for t in inputs),
     eager=lambda dout, *inputs: eager_vjp(reference.hc_post, inputs, [dout]),
+    triton="mhc_ops.post.bwd:post_bwd",
 )
+register_specs("mhc_ops.post", "mhc_ops.post.bwd:specs")
 
 
 class Post(torch.autograd.Function):

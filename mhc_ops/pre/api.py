@@ -6,7 +6,7 @@ import torch
 
 from kernel_runtime import run_eager, select_impl
 from mhc_ops.library import check_iteration, check_site
-from mhc_ops.pre.op import NO_KERNEL, Pre
+from mhc_ops.pre.op import Pre
 from reference import mhc as reference
 
 
@@ -45,7 +45,7 @@ def hc_pre(
     op = "hc_pre"
     check_site(op, x, fn, scale, base, pre_mix, return_pre, norm_eps)
     check_iteration(op, iters, hc_eps, convention)
-    how = select_impl(op, impl, x, no_kernel=NO_KERNEL)
+    how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(
             reference.hc_pre, x, fn, scale, base, iters=iters, hc_eps=hc_eps, norm_eps=norm_eps, convention=convention,

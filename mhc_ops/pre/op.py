@@ -3,11 +3,10 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from mhc_ops.library import OPS, coefficient_dtype
 from reference import mhc as reference
 
-NO_KERNEL = "no kernel exists yet"
 SITE = "Tensor fn, Tensor scale, Tensor base, Tensor? pre_mix"
 OPTIONS = "int iters, float hc_eps, float norm_eps, str convention"
 
@@ -45,13 +44,16 @@ FORWARD = OPS.register(
     f"pre_fwd(Tensor x, {SITE}, {OPTIONS}, str impl) -> (Tensor y, Tensor pre, Tensor post, Tensor comb, Tensor mixes, Tensor rstd)",
     fake=forward_fake,
     eager=forward,
+    triton="mhc_ops.pre.fwd:pre_fwd",
 )
 BACKWARD = OPS.register(
     f"pre_bwd(Tensor? dy, Tensor? dpre, Tensor? dpost, Tensor? dcomb, Tensor x, {SITE}, Tensor mixes, Tensor rstd, {OPTIONS}, str impl)"
     " -> (Tensor dx, Tensor dfn, Tensor dscale, Tensor dbase, Tensor dpre_mix)",
     fake=_backward_fake,
     eager=_backward,
+    triton="mhc_ops.pre.bwd:pre_bwd",
 )
+register_specs("mhc_ops.pre", "mhc_ops.pre.bwd:specs")
 
 
 class Pre(torch.autograd.Function):

@@ -6,7 +6,7 @@ import torch
 
 from kernel_runtime import run_eager, select_impl
 from mhc_ops.library import check_coefficient, check_eps, check_stream_tensor, mix_columns
-from mhc_ops.project.op import NO_KERNEL, Project
+from mhc_ops.project.op import Project
 from reference import mhc as reference
 
 
@@ -29,7 +29,7 @@ def hc_project(x: torch.Tensor, fn: torch.Tensor, *, norm_eps: float = 1e-6, imp
     if fn.shape[0] not in (mix_columns(n), n):
         raise ValueError(f"{op}: fn has {fn.shape[0]} rows, wanted {mix_columns(n)} (a site) or {n} (the head) for N = {n}")
     check_eps(op, "norm_eps", norm_eps)
-    how = select_impl(op, impl, x, no_kernel=NO_KERNEL)
+    how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(reference.hc_project, x, fn, norm_eps=norm_eps)
     return Project.apply(x, fn, float(norm_eps), how)

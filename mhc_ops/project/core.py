@@ -4,11 +4,11 @@ Letters: T tokens, N streams, D hidden size, K = N*D, M columns of the mix (N*N 
 or above N, C the power of two that holds M columns and the extra ones named where it is used.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
+
+from kernel_runtime.device import device_properties
 
 
 def padded(columns: int) -> int:
@@ -16,13 +16,9 @@ def padded(columns: int) -> int:
     return max(16, triton.next_power_of_2(columns))
 
 
-@cache
 def parallelism(device: torch.device) -> int:
-    """Multiprocessors of a GPU, vector cores of an NPU; 2 in the interpreter, so that every two-stage sum has two partial sums to add."""
-    if device.type == "cpu":
-        return 2
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return getattr(properties, "multi_processor_count", 0) or getattr(properties, "vector_core_num", 40)
+    """Cores that one wave of programs fills; 2 in the interpreter, so that a two-stage sum has two partial sums to add."""
+    return max(2, device_properties(device).vector_cores)
 
 
 def row_grid(device: torch.device, programs: int) -> int:

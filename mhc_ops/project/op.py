@@ -3,11 +3,9 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from mhc_ops.library import OPS, coefficient_dtype
 from reference import mhc as reference
-
-NO_KERNEL = "no kernel exists yet"
 
 
 def _forward(x, fn, norm_eps):
@@ -29,12 +27,15 @@ FORWARD = OPS.register(
     "project_fwd(Tensor x, Tensor fn, float norm_eps, str impl) -> (Tensor mixes, Tensor rstd)",
     fake=_forward_fake,
     eager=_forward,
+    triton="mhc_ops.project.fwd:project_fwd",
 )
 BACKWARD = OPS.register(
     "project_bwd(Tensor dmixes, Tensor x, Tensor fn, Tensor mixes, Tensor rstd, str impl) -> (Tensor dx, Tensor dfn)",
     fake=lambda dmixes, x, fn, mixes, rstd: (x.new_empty(x.shape), fn.new_empty(fn.shape)),
     eager=_backward,
+    triton="mhc_ops.project.bwd:project_bwd",
 )
+register_specs("mhc_ops.project", "mhc_ops.project.bwd:specs")
 
 
 class Project(torch.autograd.Function):

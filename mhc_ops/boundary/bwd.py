@@ -1,0 +1,85 @@
+"""hc_post_pre backward: three launches.
+
+1. gates and dpre (pre/bwd.py);
+2. the gradient of the streams between the sublayers, all its parts added up (project/bwd.py), with the first stage of d(fn), d(gate);
+3. the backward of the expansion from it (post/bwd.py) beside the second stage, which costs no launch of its own.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from kernel_runtime.registry import ModelShape
+from mhc_ops.boundary.fwd import forward_specs
+from mhc_ops.library import mix_columns
+from mhc_ops.post.bwd import expand_bwd_program, post_bwd, post_bwd_spec, tile
+from mhc_ops.pre.bwd import gates_dpre, no_tokens, site_bwd_specs, site_gradients
+from mhc_ops.project.bwd import REDUCE_BLOCK, dx_dfn, gate_width, reduce, reduce_spec, reduce_tile, reduce_tiles
+from mhc_ops.project.fwd import STREAM_DTYPE
+
+
+@triton.jit(do_not_specialize=["groups"])
+def reduce_expand_bwd_kernel(
+    dfn_part, dgate_part, dfn, dbase, dscale, dout, f, x, post, comb, df, dx, dpost, dcomb, groups,
+    N: tl.constexpr, D: tl.constexpr, M: tl.constexpr, S: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles: tl.constexpr = M * ((N * D + BK - 1) // BK) + 1
+    pid = tl.program_id(0)
+    if pid < tiles:
+        reduce_tile(pid, dfn_part, dgate_part, dfn, dbase, dscale, groups, N * D, M, S, C, BK)
+    else:
+        expand_bwd_program(pid - tiles, dout, f, x, post, comb, df, dx, dpost, dcomb, N, D, R, W, STAGES)
+
+
+@cache
+def reduce_expand_bwd_spec(dtype: torch.dtype, n: int, d: int) -> Spec:
+    stream, m = f"*{TRITON_DTYPE[dtype]}", mix_columns(n)
+    types = dict.fromkeys(("dfn_part", "dgate_part", "dfn", "dbase", "dscale"), "*fp32")
+    types |= {"dout": stream, "f": stream, "x": stream, "post": "*fp32", "comb": "*fp32", "df": stream, "dx": stream}
+    types |= {"dpost": "*fp32", "dcomb": "*fp32", "groups": "i32"}
+    consts = {"N": n, "D": d, "M": m, "S": 3, "C": gate_width(m, 3), "BK": REDUCE_BLOCK, **tile(dtype, n)}
+    return Spec(reduce_expand_bwd_kernel, types=types, consts=consts, num_warps=2, hot=True, targets=("cuda", "hip"))
+
+
+def post_pre_bwd(
+    dstreams, dy, dpre, dpost_out, dcomb_out, f, x, post, comb, streams, fn, scale, base, pre_mix, mixes, rstd,
+    iters, hc_eps, norm_eps, convention,
+):  # fmt: skip
+    f, x, post, comb, streams = f.contiguous(), x.contiguous(), post.contiguous(), comb.contiguous(), streams.contiguous()
+    fn, scale, base = fn.contiguous(), scale.contiguous(), base.contiguous()
+    pre_mix = None if pre_mix is None else pre_mix.contiguous()
+    n, d = x.shape[-2:]
+    m, k = fn.shape
+    tokens = x.numel() // k
+    if not tokens:
+        dx, dfn, dscale, dbase, dpre_mix = no_tokens(x, fn, scale, base, pre_mix)
+        return torch.empty_like(f), dx, torch.empty_like(post), torch.empty_like(comb), dfn, dscale, dbase, dpre_mix
+    dstreams = None if dstreams is None else dstreams.contiguous()
+    dy, dpre, dpost_out, dcomb_out = site_gradients(dy, dpre, dpost_out, dcomb_out, x, mixes)
+    pre, dz, crms, dpre_mix = gates_dpre(dy, dpre, dpost_out, dcomb_out, streams, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention)
+    total, dfn_part, dgate_part = dx_dfn(dstreams, dy, streams, pre, dz, crms, rstd, scale, fn, 3)
+    if x.device.type == "npu":
+        dfn, dbase, dscale = reduce(dfn_part, dgate_part, fn, 3)
+        return *post_bwd(total, f, x, post, comb), dfn, dscale, dbase, dpre_mix
+    df, dx, dpost, dcomb = torch.empty_like(f), torch.empty_like(x), torch.empty_like(post), torch.empty_like(comb)
+    dfn, dscale, dbase = torch.empty_like(fn), torch.empty_like(scale), torch.empty_like(base)
+    reduce_expand_bwd_spec(x.dtype, n, d).launch(
+        (reduce_tiles(m, k, 3) + tokens,), dfn_part, dgate_part, dfn, dbase, dscale, total, f, x, post, comb, df, dx, dpost, dcomb,
+        dfn_part.shape[0],
+    )  # fmt: skip
+    return df, dx, dpost, dcomb, dfn, dscale, dbase, dpre_mix
+
+
+def specs(shape: ModelShape) -> Iterator[Spec]:
+    """hc_post_pre in both directions"""
+    n, d, dtype = shape.hc_mult, shape.hidden, STREAM_DTYPE[shape.dtype]
+    yield from forward_specs(shape)
+    yield from site_bwd_specs(shape, True)
+    yield reduce_expand_bwd_spec(dtype, n, d)
+    yield post_bwd_spec(dtype, n, d, True)
+    yield reduce_spec(mix_columns(n), n * d, 3)

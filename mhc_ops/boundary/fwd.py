@@ -1,0 +1,89 @@
+"""hc_post_pre forward: three launches.
+
+1. the new streams (post/core.py) beside the split of fn, so that the split costs no launch of its own; with pre_mix, which is known
+   beforehand, y is made here too, while the streams are on the chip;
+2. the projection of the new streams;
+3. gates and collapse (pre/fwd.py); with pre_mix gates alone.
+Reading the streams once for 1 and 2 was tried in several forms and lost: see mhc_ops/NOTES.md.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from kernel_runtime.registry import ModelShape
+from mhc_ops.library import mix_columns
+from mhc_ops.post.core import expand_program
+from mhc_ops.post.fwd import block_d
+from mhc_ops.pre.fwd import gates_collapse, gates_collapse_spec
+from mhc_ops.project.core import row_grid
+from mhc_ops.project.fwd import SPLIT_BLOCK, STREAM_DTYPE, fn_pieces, part_width, project_partials, project_spec, split_fn_tile, split_tiles
+
+
+@triton.jit(do_not_specialize=["T"])
+def expand_split_kernel(
+    f, x, post, comb, pre_mix, fn, out, y, pieces, T,
+    N: tl.constexpr, D: tl.constexpr, M: tl.constexpr, C: tl.constexpr, COLLAPSE: tl.constexpr, SPLIT: tl.constexpr,
+    BD: tl.constexpr, BK: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """SPLIT: the first programs (or, with LOOP, steps) split fn"""
+    tiles: tl.constexpr = C * ((N * D + BK - 1) // BK) if SPLIT else 0
+    pid = tl.program_id(0)
+    if LOOP:
+        if SPLIT:
+            for step in range(tl.cdiv(tiles - pid, tl.num_programs(0))):
+                split_fn_tile(pid + step * tl.num_programs(0), fn, pieces, N * D, M, C, BK)
+        for step in range(tl.cdiv(T * ((D + BD - 1) // BD) - pid, tl.num_programs(0))):
+            expand_program(pid + step * tl.num_programs(0), f, x, post, comb, pre_mix, out, y, N, D, BD, COLLAPSE)
+    elif pid < tiles:
+        if SPLIT:
+            split_fn_tile(pid, fn, pieces, N * D, M, C, BK)
+    else:
+        expand_program(pid - tiles, f, x, post, comb, pre_mix, out, y, N, D, BD, COLLAPSE)
+
+
+@cache
+def expand_split_spec(dtype: torch.dtype, n: int, d: int, pre_mix: bool, npu: bool = False) -> Spec:
+    stream, m = f"*{TRITON_DTYPE[dtype]}", mix_columns(n)
+    types = {"f": stream, "x": stream, **dict.fromkeys(("post", "comb", "pre_mix", "fn"), "*fp32"), "out": stream, "y": stream}
+    split = dtype == torch.bfloat16
+    types |= {"pieces": "*bf16" if split else "*fp32", "T": "i32"}
+    consts = {
+        "N": n, "D": d, "M": m, "C": part_width(m), "COLLAPSE": pre_mix, "SPLIT": split, "BD": block_d(n, npu), "BK": SPLIT_BLOCK,
+        "LOOP": npu,
+    }  # fmt: skip
+    return Spec(expand_split_kernel, types=types, consts=consts, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
+
+
+def post_pre_fwd(f, x, post, comb, fn, scale, base, pre_mix, iters, hc_eps, norm_eps, convention):
+    f, x, post, comb = f.contiguous(), x.contiguous(), post.contiguous(), comb.contiguous()
+    fn, scale, base = fn.contiguous(), scale.contiguous(), base.contiguous()
+    pre_mix = None if pre_mix is None else pre_mix.contiguous()
+    n, d = x.shape[-2:]
+    m, k = fn.shape
+    tokens = x.numel() // k
+    streams, y = torch.empty_like(x), torch.empty_like(f)
+    part, split = base, 0
+    if tokens:
+        pieces = fn_pieces(fn, x.dtype)
+        spec = expand_split_spec(x.dtype, n, d, pre_mix is not None, x.device.type == "npu")
+        programs = tokens * triton.cdiv(d, spec.consts["BD"]) + (split_tiles(m, k) if pieces is not fn else 0)
+        spec.launch(
+            (row_grid(x.device, programs),), f, x, post, comb, post if pre_mix is None else pre_mix, fn, streams, y, pieces, tokens
+        )  # fmt: skip
+        part, split = project_partials(streams, fn, pieces)
+    gates = gates_collapse(streams, part, split, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention, collapse=pre_mix is None)
+    return streams, y, *gates
+
+
+def forward_specs(shape: ModelShape) -> Iterator[Spec]:
+    n, d, dtype = shape.hc_mult, shape.hidden, STREAM_DTYPE[shape.dtype]
+    yield project_spec(dtype, mix_columns(n), n * d)
+    for npu in (False, True):
+        for pre_mix in (False, True):
+            yield expand_split_spec(dtype, n, d, pre_mix, npu)
+            yield gates_collapse_spec(dtype, n, d, shape.sinkhorn_iters, "v4", pre_mix, not pre_mix, npu)

@@ -1,0 +1,241 @@
+"""hc_pre backward: gates and dpre in one launch, then dx with the first stage of d(fn) and d(gate), then their second stage.
+
+In the first launch some programs take the gradient of post and comb through the gates (the iterations run again, only row and column
+sums are kept) while the others, one token each, contract dy with the streams to dpre and finish the columns of `pre` themselves, the
+only ones that need it. dz and crms as in mhc_ops/project/bwd.py; crms has a row from each kind of program, [2, T].
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_runtime.kernels import sigmoid
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from kernel_runtime.registry import ModelShape
+from mhc_ops.gates.bwd import block_tokens
+from mhc_ops.gates.core import comb_mask, gate_pre, gates_block_bwd, load_block, token_mask
+from mhc_ops.library import mix_columns
+from mhc_ops.pre.fwd import forward_specs
+from mhc_ops.project.bwd import dx_dfn, dx_dfn_spec, gate_width, reduce, reduce_spec
+from mhc_ops.project.core import gather_scalars, load_streams, row_grid
+from mhc_ops.project.fwd import STREAM_DTYPE
+
+
+@triton.jit
+def site_bwd_program(
+    p, mixes, rstd, scale, base, dpost, dcomb, dz, crms, T, hc_eps,
+    N: tl.constexpr, P: tl.constexpr, K: tl.constexpr, M: tl.constexpr, L: tl.constexpr,
+    ITERS: tl.constexpr, H: tl.constexpr, PAPER: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """The columns of post and comb of dz for BT tokens, their two columns of dscale, and their share of crms (row 0)"""
+    first = p * BT
+    row = first.to(tl.int64)
+    t = tl.arange(0, BT)
+    i = tl.arange(0, P)
+    live = first + t < T
+    on = token_mask(live, N, P)
+    _, m_post, m_comb = load_block(mixes + row * M, live, M, N, P, BT)
+    none = tl.zeros((BT, P), tl.float32)  # the columns of pre are the other programs'
+    g_post = tl.load(dpost + row * N + t[:, None] * N + i[None, :], mask=on, other=0.0)
+    three = t[:, None, None] * (N * N) + i[None, :, None] * N + i[None, None, :]
+    g_comb = tl.load(dcomb + row * (N * N) + three, mask=comb_mask(live, N, P), other=0.0)
+    _, z_post, z_comb = gates_block_bwd(none, m_post, m_comb, none, g_post, g_comb, live, scale, base, hc_eps, N, P, ITERS, H, PAPER, BT)
+    out = dz + row * L + t * L
+    tl.store(out[:, None] + N + i[None, :], z_post, mask=on)
+    tl.store(out[:, None, None] + 2 * N + i[None, :, None] * N + i[None, None, :], z_comb, mask=comb_mask(live, N, P))
+    post_sum = tl.sum(z_post * m_post, 1)
+    comb_sum = tl.sum(tl.sum(z_comb * m_comb, 2), 1)
+    tl.store(out + M + 1, post_sum, mask=live)
+    tl.store(out + M + 2, comb_sum, mask=live)
+    r = tl.load(rstd + row + t, mask=live, other=0.0)
+    tl.store(crms + row + t, -(post_sum * tl.load(scale + 1) + comb_sum * tl.load(scale + 2)) * r * r * (1.0 / K), mask=live)
+
+
+@triton.jit
+def token_bwd_program(
+    t, dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, crms, hc_eps,
+    N: tl.constexpr, P: tl.constexpr, D: tl.constexpr, M: tl.constexpr, L: tl.constexpr,
+    PAPER: tl.constexpr, HAS_DPRE: tl.constexpr, PRE_MIX: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """d(pre)[n] = sum_d dy[d] * x[n, d] of one token, the columns of pre of dz, their column of dscale, and their crms.
+
+    [R, W] tiles keep the sums in a thread until the end of D. With PRE_MIX the sums are the gradient of pre_mix instead.
+    """
+    t64 = t.to(tl.int64)
+    at = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
+    a0 = tl.zeros((R,), tl.float32)
+    a1 = tl.zeros((R,), tl.float32)
+    a2 = tl.zeros((R,), tl.float32)
+    a3 = tl.zeros((R,), tl.float32)
+    a4 = tl.zeros((R,), tl.float32)
+    a5 = tl.zeros((R,), tl.float32)
+    a6 = tl.zeros((R,), tl.float32)
+    a7 = tl.zeros((R,), tl.float32)
+    for d in tl.range(0, D, R * W, num_stages=STAGES):
+        on = at < D - d
+        g = tl.load(dy + t64 * D + d + at, mask=on, other=0.0)
+        x0, x1, x2, x3, x4, x5, x6, x7 = load_streams(x + t64 * (N * D) + d + at, on, N, D)
+        g = g.to(tl.float32)
+        a0 += tl.sum(g * x0.to(tl.float32), 1)
+        a1 += tl.sum(g * x1.to(tl.float32), 1)
+        if N > 2:
+            a2 += tl.sum(g * x2.to(tl.float32), 1)
+        if N > 3:
+            a3 += tl.sum(g * x3.to(tl.float32), 1)
+        if N > 4:
+            a4 += tl.sum(g * x4.to(tl.float32), 1)
+        if N > 5:
+            a5 += tl.sum(g * x5.to(tl.float32), 1)
+        if N > 6:
+            a6 += tl.sum(g * x6.to(tl.float32), 1)
+        if N > 7:
+            a7 += tl.sum(g * x7.to(tl.float32), 1)
+    total = gather_scalars(
+        tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0), tl.sum(a4, 0), tl.sum(a5, 0), tl.sum(a6, 0), tl.sum(a7, 0), N, P
+    )
+    i = tl.arange(0, P)
+    mi = i < N
+    if PRE_MIX:
+        tl.store(dpre_mix + t64 * N + i, total, mask=mi)
+        total = tl.zeros((P,), tl.float32)
+    if HAS_DPRE:
+        total += tl.load(dpre + t64 * N + i, mask=mi, other=0.0)
+    scale0 = tl.load(scale)
+    a = tl.load(mixes + t64 * M + i, mask=mi, other=0.0)
+    z = a * scale0 + tl.load(base + i, mask=mi, other=0.0)
+    if not PRE_MIX:
+        tl.store(pre + t64 * N + i, gate_pre(z, hc_eps, PAPER), mask=mi)
+    v = sigmoid(z)
+    h = total * v * (1.0 - v)
+    tl.store(dz + t64 * L + i, h, mask=mi)
+    part = tl.sum(tl.where(mi, h * a, 0.0), 0)
+    tl.store(dz + t64 * L + M, part)
+    r = tl.load(rstd + t64)
+    tl.store(crms + t64, -part * scale0 * r * r * (1.0 / (N * D)))
+
+
+@triton.jit(do_not_specialize=["T", "site_programs", "hc_eps"])
+def gates_dpre_kernel(
+    dy, x, dpre, dpost, dcomb, mixes, rstd, scale, base, pre, dpre_mix, dz, crms, T, site_programs, hc_eps,
+    N: tl.constexpr, P: tl.constexpr, D: tl.constexpr, M: tl.constexpr, L: tl.constexpr, CRMS: tl.constexpr,
+    ITERS: tl.constexpr, H: tl.constexpr, PAPER: tl.constexpr, HAS_DPRE: tl.constexpr, PRE_MIX: tl.constexpr,
+    BT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """CRMS 2: a site, with its post and comb; 1: the head, which has `pre` alone (its own sigmoid always has the eps)"""
+    pid = tl.program_id(0)
+    own = crms + (CRMS - 1) * T.to(tl.int64)
+    if LOOP:
+        if CRMS == 2:
+            for step in range(tl.cdiv(site_programs - pid, tl.num_programs(0))):
+                site_bwd_program(
+                    pid + step * tl.num_programs(0), mixes, rstd, scale, base, dpost, dcomb, dz, crms, T, hc_eps,
+                    N, P, N * D, M, L, ITERS, H, PAPER, BT,
+                )  # fmt: skip
+        for step in range(tl.cdiv(T - pid, tl.num_programs(0))):
+            token_bwd_program(
+                pid + step * tl.num_programs(0), dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, own, hc_eps,
+                N, P, D, M, L, PAPER, HAS_DPRE, PRE_MIX, R, W, STAGES,
+            )  # fmt: skip
+    elif pid < site_programs:
+        if CRMS == 2:
+            site_bwd_program(
+                pid, mixes, rstd, scale, base, dpost, dcomb, dz, crms, T, hc_eps, N, P, N * D, M, L, ITERS, H, PAPER, BT
+            )  # fmt: skip
+    else:
+        token_bwd_program(
+            pid - site_programs, dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, own, hc_eps,
+            N, P, D, M, L, PAPER, HAS_DPRE, PRE_MIX, R, W, STAGES,
+        )  # fmt: skip
+
+
+@cache
+def gates_dpre_spec(
+    dtype: torch.dtype, n: int, d: int, m: int, iters: int, convention: str, has_dpre: bool, pre_mix: bool, npu: bool = False
+) -> Spec:
+    """m = mix_columns(n): a site; m = n: the head"""
+    stream, scales = f"*{TRITON_DTYPE[dtype]}", 1 if m == n else 3
+    types = {"dy": stream, "x": stream}
+    names = ("dpre", "dpost", "dcomb", "mixes", "rstd", "scale", "base", "pre", "dpre_mix", "dz", "crms")
+    types |= {**dict.fromkeys(names, "*fp32"), "T": "i32", "site_programs": "i32", "hc_eps": "fp32"}
+    consts = {
+        "N": n, "P": triton.next_power_of_2(n), "D": d, "M": m, "L": gate_width(m, scales), "CRMS": 1 if m == n else 2,
+        "ITERS": iters, "H": triton.next_power_of_2(iters), "PAPER": convention == "paper", "HAS_DPRE": has_dpre, "PRE_MIX": pre_mix,
+        "BT": block_tokens(n), "R": 128 if npu else 32, "W": 8 if dtype != torch.float32 else 4, "STAGES": 1 if npu else 4, "LOOP": npu,
+    }  # fmt: skip
+    return Spec(gates_dpre_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda",))
+
+
+def gates_dpre(dy, dpre, dpost, dcomb, x, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention):
+    """Launches gates_dpre_kernel. Returns pre (what collapsed the streams) [T, N], dz [T, L], crms [1 or 2, T], dpre_mix."""
+    n, d = x.shape[-2:]
+    tokens = x.numel() // (n * d)
+    m = base.shape[0]
+    device, f32 = x.device, torch.float32
+    npu = device.type == "npu"
+    spec = gates_dpre_spec(x.dtype, n, d, m, iters, convention, dpre is not None, pre_mix is not None, npu)
+    rows = spec.consts["CRMS"]
+    sites = triton.cdiv(tokens, spec.consts["BT"]) if rows == 2 else 0
+    dz = torch.empty((tokens, spec.consts["L"]), dtype=f32, device=device)
+    crms = torch.empty((rows, tokens), dtype=f32, device=device)
+    if pre_mix is None:
+        pre = torch.empty((tokens, n), dtype=f32, device=device)
+        dpre_mix = torch.empty(0, dtype=f32, device=device)
+    else:
+        pre, dpre_mix = pre_mix, torch.empty_like(pre_mix)
+    spec.launch(
+        (row_grid(device, sites + tokens),), dy, x, mixes if dpre is None else dpre, dpost, dcomb, mixes, rstd, scale, base, pre,
+        pre if pre_mix is None else dpre_mix, dz, crms, tokens, sites, hc_eps,
+    )  # fmt: skip
+    return pre, dz, crms, dpre_mix
+
+
+def given(grad: torch.Tensor | None, shape, like: torch.Tensor) -> torch.Tensor:
+    """A contiguous gradient; zeros for an output that nobody used."""
+    return torch.zeros(shape, dtype=like.dtype, device=like.device) if grad is None else grad.contiguous()
+
+
+def site_gradients(dy, dpre, dpost, dcomb, x, mixes):
+    """The gradients of hc_pre's outputs as the kernels take them"""
+    *lead, n, d = x.shape
+    dpre = None if dpre is None else dpre.contiguous()
+    return given(dy, (*lead, d), x), dpre, given(dpost, (*lead, n), mixes), given(dcomb, (*lead, n, n), mixes)
+
+
+def no_tokens(x, fn, scale, base, pre_mix):
+    return (
+        torch.empty_like(x), torch.zeros_like(fn), torch.zeros_like(scale), torch.zeros_like(base),
+        base.new_empty(0) if pre_mix is None else torch.empty_like(pre_mix),
+    )  # fmt: skip
+
+
+def pre_bwd(dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, mixes, rstd, iters, hc_eps, norm_eps, convention):
+    x, fn, scale, base = x.contiguous(), fn.contiguous(), scale.contiguous(), base.contiguous()
+    pre_mix = None if pre_mix is None else pre_mix.contiguous()
+    if not x.numel():
+        return no_tokens(x, fn, scale, base, pre_mix)
+    dy, dpre, dpost, dcomb = site_gradients(dy, dpre, dpost, dcomb, x, mixes)
+    pre, dz, crms, dpre_mix = gates_dpre(dy, dpre, dpost, dcomb, x, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention)
+    dx, dfn_part, dgate_part = dx_dfn(None, dy, x, pre, dz, crms, rstd, scale, fn, 3)
+    dfn, dbase, dscale = reduce(dfn_part, dgate_part, fn, 3)
+    return dx, dfn, dscale, dbase, dpre_mix
+
+
+def site_bwd_specs(shape: ModelShape, add: bool) -> Iterator[Spec]:
+    """What the backward of a site launches; add: with a gradient of x that came by another path"""
+    n, d, dtype = shape.hc_mult, shape.hidden, STREAM_DTYPE[shape.dtype]
+    m = mix_columns(n)
+    for npu in (False, True):
+        for single_pass in (False, True):
+            yield gates_dpre_spec(dtype, n, d, m, shape.sinkhorn_iters, "v4", single_pass, single_pass, npu)
+        yield dx_dfn_spec(dtype, n, d, m, 3, gate_width(m, 3), 2, add, True, npu)
+
+
+def specs(shape: ModelShape) -> Iterator[Spec]:
+    """hc_pre in both directions"""
+    n, d = shape.hc_mult, shape.hidden
+    yield from forward_specs(shape)
+    yield from site_bwd_specs(shape, False)
+    yield reduce_spec(mix_columns(n), n * d, 3)

@@ -1,0 +1,129 @@
+"""hc_pre forward: split of fn, projection, then gates and collapse in one launch.
+
+In the last launch the first programs compute the coefficients (site_program) while the others rebuild `pre` from the partial sums and
+collapse the streams: the latency of the iterations hides behind the streams, and nobody waits for anybody. The programs that collapse
+also store `pre`, so that the saved coefficient is bit for bit the one that made y.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from kernel_runtime.registry import ModelShape
+from mhc_ops.gates.core import gate_pre
+from mhc_ops.library import mix_columns
+from mhc_ops.pre.core import collapse_tile, site_program, token_mixes
+from mhc_ops.project.core import row_grid
+from mhc_ops.project.fwd import STREAM_DTYPE, max_split, part_width, partial_specs, project_partials
+
+BLOCK_TOKENS = 8
+BLOCK_D = 1024
+
+
+@triton.jit
+def _collapse_program(
+    p, x, part, scale, base, pre_mix, y, pre, T, split, norm_eps, hc_eps,
+    N: tl.constexpr, P: tl.constexpr, D: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SP: tl.constexpr,
+    PAPER: tl.constexpr, PRE_MIX: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (D + BD - 1) // BD
+    t = p // blocks
+    i = tl.arange(0, P)
+    if PRE_MIX:
+        w = tl.load(pre_mix + t.to(tl.int64) * N + i, mask=i < N, other=0.0)
+    else:
+        w, _ = token_mixes(t, part, T, split, norm_eps, N, P, N * D, M, C, SP)
+        w = gate_pre(w * tl.load(scale) + tl.load(base + i, mask=i < N, other=0.0), hc_eps, PAPER)
+        tl.store(pre + t.to(tl.int64) * N + i, w, mask=(i < N) & (p % blocks == 0))
+    collapse_tile(x, y, w, t, (p % blocks) * BD + tl.arange(0, BD), N, P, D)
+
+
+@triton.jit(do_not_specialize=["T", "site_programs", "split", "norm_eps", "hc_eps"])
+def gates_collapse_kernel(
+    x, part, scale, base, pre_mix, y, pre, post, comb, mixes, rstd, T, site_programs, split, norm_eps, hc_eps,
+    N: tl.constexpr, P: tl.constexpr, D: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SP: tl.constexpr,
+    ITERS: tl.constexpr, PAPER: tl.constexpr, PRE_MIX: tl.constexpr, COLLAPSE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    LOOP: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (D + BD - 1) // BD
+    pid = tl.program_id(0)
+    if LOOP:
+        for step in range(tl.cdiv(site_programs - pid, tl.num_programs(0))):
+            site_program(
+                pid + step * tl.num_programs(0), part, scale, base, mixes, rstd, pre, post, comb, T, split, norm_eps, hc_eps,
+                N, P, N * D, M, C, ITERS, PAPER, PRE_MIX, BT,
+            )  # fmt: skip
+        if COLLAPSE:
+            for step in range(tl.cdiv(T * blocks - pid, tl.num_programs(0))):
+                _collapse_program(
+                    pid + step * tl.num_programs(0), x, part, scale, base, pre_mix, y, pre, T, split, norm_eps, hc_eps,
+                    N, P, D, M, C, SP, PAPER, PRE_MIX, BD,
+                )  # fmt: skip
+    elif pid < site_programs:
+        site_program(
+            pid, part, scale, base, mixes, rstd, pre, post, comb, T, split, norm_eps, hc_eps,
+            N, P, N * D, M, C, ITERS, PAPER, PRE_MIX, BT,
+        )  # fmt: skip
+    elif COLLAPSE:
+        _collapse_program(
+            pid - site_programs, x, part, scale, base, pre_mix, y, pre, T, split, norm_eps, hc_eps,
+            N, P, D, M, C, SP, PAPER, PRE_MIX, BD,
+        )  # fmt: skip
+
+
+@cache
+def gates_collapse_spec(
+    dtype: torch.dtype, n: int, d: int, iters: int, convention: str, pre_mix: bool, collapse: bool = True, npu: bool = False
+) -> Spec:
+    """collapse=False leaves y alone (the caller has made it): gates only."""
+    stream, m = f"*{TRITON_DTYPE[dtype]}", mix_columns(n)
+    types = {"x": stream, **dict.fromkeys(("part", "scale", "base", "pre_mix"), "*fp32"), "y": stream}
+    types |= dict.fromkeys(("pre", "post", "comb", "mixes", "rstd"), "*fp32")
+    types |= {"T": "i32", "site_programs": "i32", "split": "i32", "norm_eps": "fp32", "hc_eps": "fp32"}
+    consts = {
+        "N": n, "P": triton.next_power_of_2(n), "D": d, "M": m, "C": part_width(m), "SP": max_split(n * d), "ITERS": iters,
+        "PAPER": convention == "paper", "PRE_MIX": pre_mix, "COLLAPSE": collapse, "BT": BLOCK_TOKENS, "BD": BLOCK_D, "LOOP": npu,
+    }  # fmt: skip
+    return Spec(gates_collapse_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda",))
+
+
+def gates_collapse(x, part, split, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention, *, collapse=True):
+    """Launches the gates and, by default, the collapse into y. Returns pre, post, comb, mixes, rstd."""
+    *lead, n, d = x.shape
+    tokens = x.numel() // (n * d)
+    new, f32 = torch.empty, torch.float32
+    pre = new((*lead, n), dtype=f32, device=x.device)
+    post = new((*lead, n), dtype=f32, device=x.device)
+    comb = new((*lead, n, n), dtype=f32, device=x.device)
+    mixes = new((*lead, n * n + 2 * n), dtype=f32, device=x.device)
+    rstd = new(lead, dtype=f32, device=x.device)
+    if tokens:
+        npu = x.device.type == "npu"
+        spec = gates_collapse_spec(x.dtype, n, d, iters, convention, pre_mix is not None, collapse, npu)
+        sites = triton.cdiv(tokens, BLOCK_TOKENS)
+        programs = sites + (tokens * triton.cdiv(d, BLOCK_D) if collapse else 0)
+        spec.launch(
+            (row_grid(x.device, programs),), x, part, scale, base, base if pre_mix is None else pre_mix, y, pre, post, comb, mixes, rstd,
+            tokens, sites, split, norm_eps, hc_eps,
+        )  # fmt: skip
+    return pre, post, comb, mixes, rstd
+
+
+def pre_fwd(x, fn, scale, base, pre_mix, iters, hc_eps, norm_eps, convention):
+    x, fn, scale, base = x.contiguous(), fn.contiguous(), scale.contiguous(), base.contiguous()
+    pre_mix = None if pre_mix is None else pre_mix.contiguous()
+    y = torch.empty((*x.shape[:-2], x.shape[-1]), dtype=x.dtype, device=x.device)
+    part, split = project_partials(x, fn) if x.numel() else (base, 0)
+    return y, *gates_collapse(x, part, split, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention)
+
+
+def forward_specs(shape: ModelShape) -> Iterator[Spec]:
+    n, d, dtype = shape.hc_mult, shape.hidden, STREAM_DTYPE[shape.dtype]
+    yield from partial_specs(dtype, mix_columns(n), n * d)
+    for pre_mix in (False, True):
+        for npu in (False, True):
+            yield gates_collapse_spec(dtype, n, d, shape.sinkhorn_iters, "v4", pre_mix, npu=npu)
