@@ -117,7 +117,8 @@ def compress_bias_kernel(partial, dbias, groups, size, BG: tl.constexpr, BC: tl.
 def backward_tiles(R: int, D: int, overlap: bool) -> Tiles:
     """The table: as many elements a thread as leave the sums for the bias in registers."""
     BR = min(MAX_ROWS, triton.next_power_of_2(R))
-    BD = min(max(64, 1024 // BR), 256, max(16, triton.next_power_of_2(D)))
+    wide = 32 if overlap and BR == MAX_ROWS else 64
+    BD = min(max(wide, 1024 // BR), 256, max(16, triton.next_power_of_2(D)))
     return Tiles(BR, BD, min(8, max(1, BR * BD // 1024)), PROGRAMS)
 
 
@@ -132,7 +133,7 @@ def backward_spec(dtype: torch.dtype, bias: torch.dtype, R: int, D: int, overlap
         },
         consts={"R": R, "D": D, "BR": tiles.BR, "BD": tiles.BD, "OVERLAP": overlap, "PACKED": packed},
         num_warps=tiles.num_warps,
-        hot=True,
+        hot=not packed,  # a pack's slots are read from memory one by one, which counts as a scalar loop
     )  # fmt: skip
 
 
