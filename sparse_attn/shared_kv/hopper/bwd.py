@@ -1,0 +1,127 @@
+"""Launcher of the backward for sm_90: delta, the fused kernel, the sums of partial rows."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from sparse_attn.shared_kv.bwd import _dsinks
+from sparse_attn.shared_kv.fwd import ALL, NONE, SELECTED, mode_of
+from sparse_attn.shared_kv.hopper.bwd_kernel import hopper_bwd_kernel
+from sparse_attn.shared_kv.hopper.core import HEADS, GluonSpec, used_of
+from sparse_attn.shared_kv.hopper.owner_sum import LIST_SLOTS, list_sum, owner_lists, range_bounds, range_sum
+from sparse_attn.shared_kv.places import places_of
+
+BN = 32  # keys of a tile
+CHUNK_BYTES = 3 << 29  # partial rows of a chunk of queries
+
+
+@triton.jit(do_not_specialize=["heads"])
+def delta_kernel(out, dout, delta, heads, D: tl.constexpr, BM: tl.constexpr):
+    h = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    offset = h[:, None] * D + tl.arange(0, D)[None, :]
+    on = (h < heads)[:, None]
+    product = tl.load(out + offset, mask=on, other=0.0).to(tl.float32) * tl.load(dout + offset, mask=on, other=0.0).to(tl.float32)
+    tl.store(delta + h, tl.sum(product, 1), mask=h < heads)
+
+
+@cache
+def delta_spec(dtype: torch.dtype, D: int) -> Spec:
+    x = f"*{TRITON_DTYPE[dtype]}"
+    types = {"out": x, "dout": x, "delta": "*fp32", "heads": "i32"}
+    return Spec(delta_kernel, types=types, consts={"D": D, "BM": 16}, targets=("cuda",))
+
+
+@cache
+def backward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, partial: bool) -> Spec:
+    x = f"*{TRITON_DTYPE[dtype]}"
+    target = x if partial else "*fp32"
+    return GluonSpec(
+        hopper_bwd_kernel,
+        types={
+            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "do": x, "lse": "*fp32",
+            "delta": "*fp32", "dq": x, "dori": target, "dcmp": target,
+            **dict.fromkeys(("row0", "count", "K", "ori_slots", "cmp_slots", "zero"), "i32"), "scale": "fp32",
+        },
+        consts={"N": N, "D": D, "COMPRESSED": compressed, "BN": BN, "PARTIAL": partial},
+    )  # fmt: skip
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def chunk_of(rows: int, row_bytes: int, multiprocessors: int) -> int:
+    """Queries of a chunk: as many as CHUNK_BYTES of partial rows allow, in whole waves of the grid."""
+    chunk = max(1, CHUNK_BYTES // max(1, row_bytes))
+    if chunk > multiprocessors:
+        chunk -= chunk % multiprocessors
+    return min(rows, chunk)
+
+
+def attention_bwd(
+    dout: torch.Tensor, q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None,
+    sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, cu_q: torch.Tensor | None, cu_ori: torch.Tensor | None,
+    cu_cmp: torch.Tensor | None, q_offsets: torch.Tensor | None, q_offset: int | None, scale: float, cmp_ratio: int, window: int | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dori_kv, dcmp_kv, dsinks of the op shared_kv_bwd, for calls that hopper_supports takes; empty for what was not given."""
+    N, D = q.shape[-2:]
+    dtype, mode = q.dtype, mode_of(cmp_kv, cmp_indices)
+    q, dout, out, lse, ori_kv = (x.contiguous() for x in (q, dout, out, lse, ori_kv))
+    rows = lse.numel() // N
+    dq = torch.empty_like(q)
+    delta = torch.empty_like(lse)
+    dori = torch.zeros(ori_kv.shape, dtype=torch.float32, device=q.device)
+    dcmp = torch.zeros(0 if cmp_kv is None else cmp_kv.shape, dtype=torch.float32, device=q.device)
+    if rows:
+        places = places_of(q, ori_kv, cmp_kv, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, cmp_ratio, window)
+        cmp = q if cmp_kv is None else cmp_kv.contiguous()
+        indices = places if cmp_indices is None else cmp_indices.contiguous()
+        used = used_of(indices, places) if mode == SELECTED else places
+        delta_spec(dtype, D).launch((triton.cdiv(rows * N, 16),), out, dout, delta, rows * N)
+        spec = backward_spec(dtype, N, D, mode, deterministic)
+        groups = triton.cdiv(N, HEADS)
+        K = cmp_indices.shape[-1] if cmp_indices is not None else 0
+        inputs = (q, ori_kv, cmp, indices, places, used, dout, lse, delta, dq)
+        if not deterministic:
+            spec.launch((rows * groups,), *inputs, dori, dcmp if mode != NONE else dori, 0, rows, K, 0, 0, 0, scale)
+        else:
+            ori_slots = ori_kv.shape[-2] if window is None else min(window, ori_kv.shape[-2])
+            cmp_slots = K if mode == SELECTED else cmp.shape[-2] if mode == ALL else 0
+            _partial_sums(spec, inputs, dori.view(-1, D), dcmp.view(-1, D), rows, groups, K, ori_slots, cmp_slots, mode, scale)
+    return dq, dori.to(dtype), q.new_empty(0) if cmp_kv is None else dcmp.to(dtype), _dsinks(sinks, lse, delta, q)
+
+
+def _partial_sums(
+    spec: Spec, inputs: tuple[torch.Tensor, ...], dori: torch.Tensor, dcmp: torch.Tensor, rows: int, groups: int, K: int, ori_slots: int,
+    cmp_slots: int, mode: int, scale: float,
+) -> None:  # fmt: skip
+    """The deterministic form: chunk after chunk of queries, partial rows and then their sums."""
+    q, _, _, indices, places, *_ = inputs
+    D, device = q.shape[-1], q.device
+    row_bytes = groups * (ori_slots + cmp_slots) * D * q.element_size()
+    chunk = chunk_of(rows, row_bytes, _multiprocessors(q.get_device()))
+    part = torch.empty(chunk * groups * (ori_slots + cmp_slots) * D, dtype=q.dtype, device=device)
+    ori_bounds = range_bounds(places, dori.shape[0], 0)
+    cmp_bounds = range_bounds(places, dcmp.shape[0], 2) if mode == ALL else ori_bounds
+    listed = chunk * max(1, LIST_SLOTS // max(1, K * chunk))  # queries whose lists are made at once
+    starts = order = ori_bounds
+    for row0 in range(0, rows, chunk):
+        count = min(chunk, rows - row0)
+        part_ori = part[: groups * count * ori_slots * D].view(groups, count, ori_slots, D)
+        part_cmp = part[part_ori.numel() : part_ori.numel() + groups * count * cmp_slots * D].view(groups, count, cmp_slots, D)
+        if mode == SELECTED and row0 % listed == 0:
+            starts, order = owner_lists(indices, places, row0, min(listed, rows - row0), chunk, K, dcmp.shape[0])
+        spec.launch((count * groups,), *inputs, part_ori, part_cmp, row0, count, K, ori_slots, cmp_slots, 0, scale)
+        range_sum(part_ori, places, ori_bounds, dori, row0, 0)
+        if mode == ALL:
+            range_sum(part_cmp, places, cmp_bounds, dcmp, row0, 2)
+        elif mode == SELECTED:
+            local = row0 % listed
+            list_sum(part_cmp, starts[local // chunk], order, dcmp, local * K)

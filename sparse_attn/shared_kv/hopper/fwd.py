@@ -1,0 +1,324 @@
+"""Forward for sm_90 in Gluon, warp-specialised: one program a query and 64 of its heads, three warpgroups.
+
+    warpgroup 0   S of the even key tiles; left D half of the output  (64 x 256 fp32 accumulator at D = 512)
+    warpgroup 1   S of the odd key tiles;  right D half of the output
+    warpgroup 2   gathers the keys with cp.async into four half tiles [64 keys, D / 2 channels]
+
+Tiles go in pairs. Each consumer makes P of its own tile and hands it to the other in 16 bits through shared memory, since each owns half
+of D but needs every key. The running maximum travels 0 -> 1 -> 0 with P: warpgroup 0 brings it over its tile, warpgroup 1 over the next,
+warpgroup 0 then rescales to warpgroup 1's. Row sums stay apart until the end, where the sink joins them.
+
+Shared memory at D = 512, 210 KB: q 64, four half key tiles 128, two P tiles 16, a few rows of maxima and sums.
+
+Barriers. Half tile i is tile i // 2 of the pair, D half i % 2.
+    q_full[2], k_full[4]   128 arrivals: each producer thread's own cp.async group (increment_count=False)
+    k_empty[4]             1 arrival, from the warpgroup that owns this D half. The other one reads the half for its S only, and its P
+                           (which the owner has waited for) comes after that S: one arrival will do.
+    p_full[2], p_empty[2]  P and the maximum of even / odd tiles; full by the maker, empty by the other warpgroup
+    sum_full[2]            the two partial row sums, once at the end
+
+Order between proxies. cp.async writes through the generic proxy and wgmma reads through the async proxy, so a proxy fence has to lie on
+the path from one to the other. It stands behind the wait for the full barrier, in every thread that issues the product; a fence in the
+copying thread would have to wait there until the copy has landed (NOTES.md has both measured).
+
+Keys that do not count are not read: cp.async fills their rows with zeros, so no NaN of a foreign row can meet a weight of 0.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from sparse_attn.shared_kv.fwd import NONE, SELECTED, mode_of, probs_spec
+from sparse_attn.shared_kv.hopper.core import HEADS, GluonSpec, copy_layout_for, load_ranges, new_barrier, tile_keys, used_of
+from sparse_attn.shared_kv.places import places_of
+
+BN = 64  # keys of a tile
+
+
+@gluon.jit
+def copy_heads(x, row, group, x_s, x_full, z, N: gl.constexpr, D: gl.constexpr):
+    """64 heads of a query into two half tiles; heads past N are zeros."""
+    DH: gl.constexpr = D // 2
+    layout: gl.constexpr = copy_layout_for(DH)
+    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
+    ptrs = x + (row.to(gl.int64) * N + group * 64) * D + h[:, None] * D + d[None, :]
+    on = group * 64 + h < N
+    for half in gl.static_range(2):
+        if N % 64 == 0:
+            async_copy.async_copy_global_to_shared(x_s.index(z + half), ptrs + half * DH)
+        else:
+            async_copy.async_copy_global_to_shared(x_s.index(z + half), ptrs + half * DH, mask=on[:, None])
+        async_copy.mbarrier_arrive(x_full[half], increment_count=False)
+
+
+@gluon.jit
+def store_heads(x, x_s, row, group, half: gl.constexpr, z, N: gl.constexpr, D: gl.constexpr):
+    """Half tile of a staged result to device memory, as whole rows."""
+    DH: gl.constexpr = D // 2
+    layout: gl.constexpr = copy_layout_for(DH)
+    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
+    ptrs = x + (row.to(gl.int64) * N + group * 64) * D + half * DH + h[:, None] * D + d[None, :]
+    staged = x_s.index(z + half).load(layout)
+    if N % 64 == 0:
+        gl.store(ptrs, staged)
+    else:
+        gl.store(ptrs, staged, mask=(group * 64 + h < N)[:, None])
+
+
+@gluon.jit
+def producer(
+    q, ori_kv, cmp_kv, indices, first_slot, row, group, zero, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots,
+    q_s, k_s, q_full, k_full, k_empty, N: gl.constexpr, D: gl.constexpr, SELECTED: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    DH: gl.constexpr = D // 2
+    layout: gl.constexpr = copy_layout_for(DH)
+    n = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
+    copy_heads(q, row, group, q_s, q_full, zero, N, D)
+    empty_phase = 1  # the first wait on an "empty" barrier must pass at once
+    for i in range(num_pairs):
+        z = i * zero
+        for tile in gl.static_range(2):
+            key, valid = tile_keys(
+                indices, first_slot, 2 * i + tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, SELECTED, BN
+            )
+            keys = ori_kv if 2 * i + tile < ori_tiles else cmp_kv
+            ptrs = keys + key.to(gl.int64)[:, None] * D + d[None, :]
+            for half in gl.static_range(2):
+                mbarrier.wait(k_empty[2 * tile + half], empty_phase)
+                async_copy.async_copy_global_to_shared(k_s.index(z + 2 * tile + half), ptrs + half * DH, mask=valid[:, None])
+                async_copy.mbarrier_arrive(k_full[2 * tile + half], increment_count=False)
+        empty_phase = empty_phase ^ 1
+
+
+@gluon.jit
+def with_sink(m, l, sinks, h, on, SINKS: gl.constexpr):
+    """1 / sum and LSE (natural) of rows with running maximum m (base 2) and sum l, the sink included. No keys: 0 and sink or -inf."""
+    m = gl.where(l > 0.0, m, float("-inf"))
+    top = m
+    if SINKS:
+        sink = gl.load(sinks + h, mask=on, other=float("-inf")) * 1.4426950408889634
+        top = gl.maximum(m, sink)
+    base = gl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
+    weight = gl.exp2(m - base)
+    total = l * weight
+    if SINKS:
+        total += gl.exp2(gl.minimum(sink, 3.0e38) - base)  # a sink of +inf makes the total +inf, so the result 0
+    inverse = gl.where(total > 0.0, weight / total, 0.0)
+    lse = (base + gl.log2(total)) * 0.6931471805599453
+    if SINKS:
+        inverse = gl.where(sink == float("inf"), 0.0, inverse)
+        lse = gl.where(sink == float("inf"), sink, lse)
+    return inverse, lse
+
+
+@gluon.jit
+def consumer(
+    X: gl.constexpr, out, lse, sinks, indices, first_slot, row, group, zero, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin,
+    cmp_count, slots, scale2, q_s, k_s, p_s, max_s, sum_s, q_full, k_full, k_empty, p_full, p_empty, sum_full,
+    N: gl.constexpr, D: gl.constexpr, SELECTED: gl.constexpr, SINKS: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    DH: gl.constexpr = D // 2
+    dtype: gl.constexpr = out.dtype.element_ty
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DH, 16])
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    n = gl.arange(0, BN, layout=gl.SliceLayout(0, s_layout))
+    # A finite start: a tile with no key that counts leaves it, and exp2(-inf - m) is 0 and not NaN
+    m = gl.full([64], -1.0e30, gl.float32, layout=s_rows)
+    l = gl.full([64], 0.0, gl.float32, layout=s_rows)
+    acc = gl.zeros([64, DH], gl.float32, layout=o_layout)
+    s_zero = gl.zeros([64, BN], gl.float32, layout=s_layout)
+    mbarrier.wait(q_full[0], 0)
+    mbarrier.wait(q_full[1], 0)
+    phase = 0
+    for i in range(num_pairs):
+        # Opaque zero: a run-time argument, so ptxas cannot see that z is 0. With static tile indices it hoists every wgmma descriptor out
+        # of the loop and spills them.
+        z = i * zero
+        key, valid = tile_keys(
+            indices, first_slot, 2 * i + X, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, SELECTED, BN
+        )
+        mbarrier.wait(k_full[2 * X], phase)
+        fence_async_shared()
+        s = warpgroup_mma(q_s.index(z), k_s.index(z + 2 * X).permute((1, 0)), s_zero, use_acc=False, is_async=True)
+        mbarrier.wait(k_full[2 * X + 1], phase)
+        fence_async_shared()
+        s = warpgroup_mma(q_s.index(z + 1), k_s.index(z + 2 * X + 1).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        s = gl.where(valid[None, :], s * scale2, float("-inf"))
+        s_max = gl.max(s, 1)
+        if X == 0:
+            m0 = gl.maximum(m, s_max)
+            p = gl.exp2(s - m0[:, None])
+            mbarrier.wait(p_empty[0], phase ^ 1)
+            p_s[0].store(p.to(dtype))
+            max_s[0].store(m0)
+            fence_async_shared()  # make P visible to wgmma; arrive syncs the warpgroup before it signals
+            mbarrier.arrive(p_full[0], count=1)
+            alpha = gl.exp2(m - m0)
+            acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+            acc_next = warpgroup_mma(p_s[0], k_s.index(z), acc, is_async=True)
+            l = l * alpha + gl.sum(p, 1)
+            acc = warpgroup_mma_wait(0, deps=[acc_next])
+            mbarrier.arrive(k_empty[0], count=1)
+            mbarrier.wait(p_full[1], phase)
+            m1 = max_s[1].load(s_rows)
+            alpha = gl.exp2(m0 - m1)
+            l = l * alpha
+            acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+            mbarrier.wait(k_full[2], phase)
+            fence_async_shared()
+            acc = warpgroup_mma(p_s[1], k_s.index(z + 2), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(k_empty[2], count=1)
+            mbarrier.arrive(p_empty[1], count=1)
+            m = m1
+        else:
+            mbarrier.wait(p_full[0], phase)
+            m0 = max_s[0].load(s_rows)
+            acc = acc * gl.convert_layout(gl.exp2(m - m0), o_rows)[:, None]
+            mbarrier.wait(k_full[1], phase)
+            fence_async_shared()
+            acc_next = warpgroup_mma(p_s[0], k_s.index(z + 1), acc, is_async=True)
+            m1 = gl.maximum(m0, s_max)
+            p = gl.exp2(s - m1[:, None])
+            mbarrier.wait(p_empty[1], phase ^ 1)
+            p_s[1].store(p.to(dtype))
+            max_s[1].store(m1)
+            fence_async_shared()
+            mbarrier.arrive(p_full[1], count=1)
+            l = l * gl.exp2(m - m1) + gl.sum(p, 1)
+            alpha = gl.convert_layout(gl.exp2(m0 - m1), o_rows)
+            acc = warpgroup_mma_wait(0, deps=[acc_next])
+            mbarrier.arrive(k_empty[1], count=1)
+            mbarrier.arrive(p_empty[0], count=1)
+            acc = acc * alpha[:, None]
+            acc = warpgroup_mma(p_s[1], k_s.index(z + 3), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(k_empty[3], count=1)
+            m = m1
+        phase = phase ^ 1
+    sum_s[X].store(l)
+    mbarrier.arrive(sum_full[X], count=1)
+    mbarrier.wait(sum_full[1 - X], 0)
+    h = group * 64 + gl.arange(0, 64, layout=s_rows)
+    inverse, total = with_sink(m, l + sum_s[1 - X].load(s_rows), sinks, h, h < N, SINKS)
+    if X == 0:
+        gl.store(lse + row.to(gl.int64) * N + h, total, mask=h < N)
+    # q is no longer needed (the other warpgroup's sum says that its last S is done): stage the output there, so that the stores to device
+    # memory are whole rows.
+    q_s.index(zero + X).store((acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype))
+    store_heads(out, q_s, row, group, X, zero, N, D)
+
+
+@gluon.jit(do_not_specialize=["rows", "K", "zero", "scale"])
+def hopper_fwd_kernel(
+    q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, zero, scale,
+    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, SINKS: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    SELECTED: gl.constexpr = COMPRESSED == 2
+    DH: gl.constexpr = D // 2
+    GROUPS: gl.constexpr = (N + 63) // 64
+    dtype: gl.constexpr = q.dtype.element_ty
+    row = rows - 1 - gl.program_id(0) // GROUPS  # the last queries see most: started first, the grid ends together
+    group = gl.program_id(0) % GROUPS
+    scale2 = scale * 1.4426950408889634
+    first_slot = row.to(gl.int64) * K
+    ori_begin, ori_count, cmp_begin, cmp_count, slots = load_ranges(places, used, row, COMPRESSED)
+    ori_tiles = gl.cdiv(ori_count, BN)
+    num_pairs = gl.cdiv(ori_tiles + gl.cdiv(slots, BN), 2)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DH], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DH], dtype)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BN], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_s = gl.allocate_shared_memory(dtype, [2, 64, DH], q_layout)
+    k_s = gl.allocate_shared_memory(dtype, [4, BN, DH], k_layout)
+    p_s = (gl.allocate_shared_memory(dtype, [64, BN], p_layout), gl.allocate_shared_memory(dtype, [64, BN], p_layout))
+    max_s = (gl.allocate_shared_memory(gl.float32, [64], row_layout), gl.allocate_shared_memory(gl.float32, [64], row_layout))
+    sum_s = (gl.allocate_shared_memory(gl.float32, [64], row_layout), gl.allocate_shared_memory(gl.float32, [64], row_layout))
+    q_full = (new_barrier(128), new_barrier(128))
+    k_full = (new_barrier(128), new_barrier(128), new_barrier(128), new_barrier(128))
+    k_empty = (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1))
+    p_full = (new_barrier(1), new_barrier(1))
+    p_empty = (new_barrier(1), new_barrier(1))
+    sum_full = (new_barrier(1), new_barrier(1))
+    # Register split: 12 warps start at 168 each. The producer needs few, so the worker counts [216, 72] leave 216 to both consumers (the
+    # default warpgroup gets what remains): 128 for the accumulator, the rest for S and addresses.
+    gl.warp_specialize(
+        [
+            (consumer, (
+                0, out, lse, sinks, indices, first_slot, row, group, zero, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin,
+                cmp_count, slots, scale2, q_s, k_s, p_s, max_s, sum_s, q_full, k_full, k_empty, p_full, p_empty, sum_full,
+                N, D, SELECTED, SINKS, BN,
+            )),
+            (consumer, (
+                1, out, lse, sinks, indices, first_slot, row, group, zero, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin,
+                cmp_count, slots, scale2, q_s, k_s, p_s, max_s, sum_s, q_full, k_full, k_empty, p_full, p_empty, sum_full,
+                N, D, SELECTED, SINKS, BN,
+            )),
+            (producer, (
+                q, ori_kv, cmp_kv, indices, first_slot, row, group, zero, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin,
+                cmp_count, slots, q_s, k_s, q_full, k_full, k_empty, N, D, SELECTED, BN,
+            )),
+        ],
+        [4, 4],
+        [216, 72],
+    )  # fmt: skip
+
+
+@cache
+def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool) -> Spec:
+    x = f"*{TRITON_DTYPE[dtype]}"
+    return GluonSpec(
+        hopper_fwd_kernel,
+        types={
+            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "used": "*i32", "out": x,
+            "lse": "*fp32", "rows": "i32", "K": "i32", "zero": "i32", "scale": "fp32",
+        },
+        consts={"N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BN": BN},
+    )  # fmt: skip
+
+
+def attention_fwd(
+    q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None, sinks: torch.Tensor | None,
+    cu_q: torch.Tensor | None, cu_ori: torch.Tensor | None, cu_cmp: torch.Tensor | None, q_offsets: torch.Tensor | None,
+    q_offset: int | None, scale: float, cmp_ratio: int, window: int | None, return_cmp_probs: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out, lse, cmp_probs of the op shared_kv_fwd, for calls that hopper_supports takes."""
+    N, D = q.shape[-2:]
+    K = cmp_indices.shape[-1] if cmp_indices is not None else 0
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    probs = torch.empty(cmp_indices.shape if return_cmp_probs and cmp_indices is not None else 0, dtype=torch.float32, device=q.device)
+    rows, mode = lse.numel() // N, mode_of(cmp_kv, cmp_indices)
+    if not rows:
+        return out, lse, probs
+    places = places_of(q, ori_kv, cmp_kv, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, cmp_ratio, window)
+    # a tensor that the mode does not read is stood in for by another of its type
+    q, ori_kv = q.contiguous(), ori_kv.contiguous()
+    cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
+    indices = places if cmp_indices is None else cmp_indices.contiguous()
+    used = used_of(indices, places) if mode == SELECTED else places
+    spec = forward_spec(q.dtype, N, D, mode, sinks is not None)
+    sinks = lse if sinks is None else sinks.contiguous()
+    grid = (rows * triton.cdiv(N, HEADS),)
+    spec.launch(grid, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, 0, scale)
+    if return_cmp_probs and mode == NONE:
+        probs.zero_()  # there is no entry that a slot could hold
+    elif return_cmp_probs:
+        # A second pass over q . k with the LSE known, half of the forward's products
+        spec = probs_spec(q.dtype, N, D)
+        tasks = rows * triton.cdiv(K, spec.consts["BN"])
+        spec.launch((tasks,), q, cmp_kv, indices, places, lse, probs, tasks, rows, K, scale)
+    return out, lse, probs
