@@ -108,7 +108,7 @@ def dq_consumer(
                 next_phase = phase ^ 1
                 more = more_pairs
             if X == 0:
-                key, valid = tile_keys(
+                _, valid = tile_keys(
                     indices, first_slot, 2 * i + b, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, SELECTED, BN
                 )
                 p = gl.exp2(s * (scale * 1.4426950408889634) - vec[:, None])

@@ -146,7 +146,7 @@ def consumer(
         # Opaque zero: a run-time argument, so ptxas cannot see that z is 0. With static tile indices it hoists every wgmma descriptor out
         # of the loop and spills them.
         z = i * zero
-        key, valid = tile_keys(
+        _, valid = tile_keys(
             indices, first_slot, 2 * i + X, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, SELECTED, BN
         )
         mbarrier.wait(k_full[2 * X], phase)
