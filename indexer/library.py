@@ -59,7 +59,7 @@ def check_indexer(
     check_shape(op, k_name, k, ["T3", dim] if cu_seqlens_q is not None else [q.shape[0], "S3", dim])
     check_same(op, k_name, k, q_name, q)
     check_shape(op, "weights", weights, q.shape[:-1])
-    check_dtype(op, "weights", weights, dict.fromkeys((torch.float32, q.dtype)))
+    check_dtype(op, "weights", weights, (torch.float32, q.dtype))
     check_same(op, "weights", weights, q_name, q, dtype=False)
     check_int(op, "cmp_ratio", cmp_ratio, minimum=1)
     for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -69,7 +69,7 @@ def check_indexer(
             check_same(op, name, lengths, q_name, q, dtype=False)
             if lengths.shape[0] < 1:
                 raise ValueError(f"{op}: {name} is empty, wanted [documents + 1] entries that start with 0")
-    if cu_seqlens_q is not None and cu_seqlens_q.shape != cu_seqlens_k.shape:
+    if cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"{op}: cu_seqlens_q has {cu_seqlens_q.shape[0]} entries but cu_seqlens_k has {cu_seqlens_k.shape[0]}; "
             "they must describe the same documents"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dist_util import run_distributed
 
+from tests.dist_util import run_distributed
 from train_example.dispatch import dispatch_experts
 
 D, E, K = 6, 4, 2

@@ -45,7 +45,7 @@ class RunConfig:
     batch: int = _setting(16, "sequences a process takes in one forward pass")
     accumulate: int = _setting(1, "forward and backward passes a step; a step sees processes x accumulate x batch sequences")
 
-    steps: int = _setting(120, "optimizer steps of the whole run, those before a resume included")
+    steps: int = _setting(100, "optimizer steps of the whole run, those before a resume included")
     lr: float = _setting(4e-3, "peak learning rate of AdamW")
     min_lr: float = _setting(0.1, "learning rate of the last step, as a share of the peak (cosine in between)")
     warmup_steps: int = _setting(20, "steps of linear warmup of the learning rate")
@@ -68,7 +68,7 @@ class RunConfig:
     recompute: str = _setting("none", "what the backward pass computes again instead of keeping", RECOMPUTE)
     swap_optimizer: bool = _setting(False, "keep AdamW's moments in host memory (saves 8 bytes a parameter on the accelerator)")
 
-    eval_every: int = _setting(60, "steps between evaluations on the held-out text; -1 = after the last step alone; 0 = never")
+    eval_every: int = _setting(50, "steps between evaluations on the held-out text; -1 = after the last step alone; 0 = never")
     eval_sequences: int = _setting(-1, "held-out sequences an evaluation reads; -1 = all")
     save_every: int = _setting(-1, "steps between checkpoints; -1 = after the last step alone; 0 = never")
     keep: int = _setting(2, "checkpoints to keep, the newest ones; -1 = all")

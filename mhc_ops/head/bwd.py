@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-import torch
-
 from kernel_runtime.launch import Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.head.fwd import forward_specs

@@ -129,11 +129,11 @@ def reduce_tile(
         tl.store(dfn + at, acc, mask=on)
     elif S > 0:
         c = tl.arange(0, C)
-        acc = tl.zeros((C,), tl.float32)
+        gate = tl.zeros((C,), tl.float32)
         for g in range(groups):
-            acc += tl.load(dgate_part + g * C + c, mask=c < M + S, other=0.0)
-        tl.store(dbase + c, acc, mask=c < M)
-        tl.store(dscale + c - M, acc, mask=(c >= M) & (c < M + S))
+            gate += tl.load(dgate_part + g * C + c, mask=c < M + S, other=0.0)
+        tl.store(dbase + c, gate, mask=c < M)
+        tl.store(dscale + c - M, gate, mask=(c >= M) & (c < M + S))
 
 
 @triton.jit(do_not_specialize=["groups"])

@@ -46,9 +46,9 @@ def split_fn_kernel(fn, pieces, K: tl.constexpr, M: tl.constexpr, C: tl.constexp
     split_fn_tile(tl.program_id(0), fn, pieces, K, M, C, BK)
 
 
-@triton.jit(do_not_specialize=["T", "k_per_split", "split"])
+@triton.jit(do_not_specialize=["T", "steps", "split"])
 def project_kernel(
-    x, pieces, part, T, k_per_split, split,
+    x, pieces, part, T, steps, split,
     K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -57,12 +57,13 @@ def project_kernel(
     on = t < T
     c = tl.arange(0, C)
     k = tl.arange(0, BK)
-    k0 = s * k_per_split
+    first = s * steps
     xp = x + t.to(tl.int64)[:, None] * K + k[None, :]
     wp = pieces + c[None, :] * K + k[:, None]
     acc = tl.zeros((BT, C), tl.float32)
     gram = tl.zeros((BT, BT), tl.float32)
-    for start in tl.range(k0, tl.minimum(k0 + k_per_split, K), BK, num_stages=STAGES):
+    for step in tl.range(first, tl.minimum(first + steps, (K + BK - 1) // BK), num_stages=STAGES):
+        start = step * BK  # known to be a multiple of 16, so that loads are wide and can be staged
         if K % BK == 0:
             xt = tl.load(xp + start, mask=on[:, None], other=0.0)
             high = tl.load(wp + start)
@@ -80,9 +81,9 @@ def project_kernel(
     tl.store(part + (s.to(tl.int64) * T + t)[:, None] * C + c[None, :], acc, mask=on[:, None])
 
 
-@triton.jit(do_not_specialize=["T", "k_per_split", "split"])
+@triton.jit(do_not_specialize=["T", "steps", "split"])
 def project_exact_kernel(
-    x, fn, part, T, k_per_split, split,
+    x, fn, part, T, steps, split,
     K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -91,10 +92,11 @@ def project_exact_kernel(
     on = t < T
     c = tl.arange(0, C)
     k = tl.arange(0, BK)
-    k0 = s * k_per_split
+    first = s * steps
     acc = tl.zeros((BT, C), tl.float32)
     square = tl.zeros((BT, BK), tl.float32)
-    for start in tl.range(k0, tl.minimum(k0 + k_per_split, K), BK):
+    for step in range(first, tl.minimum(first + steps, (K + BK - 1) // BK)):
+        start = step * BK
         mk = k < K - start
         xt = tl.load(x + t.to(tl.int64)[:, None] * K + start + k[None, :], mask=on[:, None] & mk[None, :], other=0.0).to(tl.float32)
         w = tl.load(fn + c[None, :] * K + start + k[:, None], mask=(c < M)[None, :] & mk[:, None], other=0.0)
@@ -136,7 +138,7 @@ def split_spec(m: int, k: int) -> Spec:
 @cache
 def project_spec(dtype: torch.dtype, m: int, k: int) -> Spec:
     c = part_width(m)
-    runtime = {"part": "*fp32", "T": "i32", "k_per_split": "i32", "split": "i32"}
+    runtime = {"part": "*fp32", "T": "i32", "steps": "i32", "split": "i32"}
     if dtype == torch.bfloat16:
         # 3 stages of 32 KB (two programs on an H200 multiprocessor) where fn has up to 32 columns
         consts = {"K": k, "M": m, "C": c, "BT": BLOCK_TOKENS, "BK": 128 if c <= 32 else 64, "STAGES": 3}
@@ -153,12 +155,12 @@ def finish_spec(m: int, k: int) -> Spec:
 
 @cache
 def split_plan(tokens: int, k: int, block_tokens: int, block_k: int, programs: int) -> tuple[int, int]:
-    """(length of a piece of K, number of pieces): one wave of programs, at most 16 pieces, none longer than PIECE_LENGTH."""
+    """(steps of block_k in a piece of K, number of pieces): one wave of programs, at most 16 pieces, none longer than PIECE_LENGTH."""
     steps = triton.cdiv(k, block_k)
     split = min(16, max(1, programs // triton.cdiv(tokens, block_tokens)))
     split = min(steps, max(split, triton.cdiv(k, PIECE_LENGTH)))
     length = triton.cdiv(steps, split)
-    return length * block_k, triton.cdiv(steps, length)
+    return length, triton.cdiv(steps, length)
 
 
 def max_split(k: int) -> int:

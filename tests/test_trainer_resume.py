@@ -1,0 +1,158 @@
+"""Checkpoints on two gloo processes: bit-equal resume, another mesh, every rank's experts, the newest k, another model's refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tests.dist_util import run_distributed
+from tests.trainer_util import parameters, run_config, sharded
+from train_example import checkpoint
+from train_example.metrics import read_metrics
+from train_example.optim import make_optimizer
+from train_example.run_config import ConfigError
+from train_example.train import train
+
+TIME_FIELDS = ("ms", "tokens_per_s", "memory_gib", "mfu")
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in TIME_FIELDS} for row in read_metrics(run / "metrics.jsonl")]
+
+
+def _runs(rank: int, world: int, folder: str, text: str) -> dict[str, Any]:
+    out = Path(folder)
+    settings = {"data": text, "ep": 2, "seq_len": 16, "eval_every": 3, "eval_sequences": 4}
+    train(run_config(out=str(out / "straight"), save_every=2, keep=2, **settings))
+    train(run_config(out=str(out / "again"), save_every=0, **settings))
+    # a run that is cut off behind step 4, with its last checkpoint at step 3: its schedule is that of 6 steps, so it is stopped by force
+    config = run_config(out=str(out / "halves"), save_every=3, **settings)
+    kept, stop = checkpoint.save, RuntimeError("cut off")
+
+    def save_then_stop(*args, **kwargs):
+        kept(*args, **kwargs)
+        raise stop
+
+    checkpoint.save = save_then_stop
+    try:
+        train(config)
+    except RuntimeError as error:
+        assert error is stop
+    finally:
+        checkpoint.save = kept
+    if rank == 0:  # what a step behind the checkpoint would have left
+        with (out / "halves" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 4, "loss": 99.0}) + "\n")
+    train(run_config(out=str(out / "halves"), save_every=3, resume="latest", **settings))
+    # the checkpoint of EP 2 goes on with the experts sharded by FSDP alone
+    newest = checkpoint.find("latest", out / "straight" / "checkpoints")
+    fsdp = run_config(ep=1, **{k: v for k, v in settings.items() if k != "ep"})
+    states = []
+    for config in (run_config(**settings), fsdp):
+        model, _ = sharded(config)
+        optimizer = make_optimizer(model, config)
+        checkpoint.load(newest, model, optimizer)
+        moments = {name: optimizer.state[param]["exp_avg"].full_tensor() for name, param in model.named_parameters()}
+        states.append((parameters(model), moments))
+    equal = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(*states)]
+    earlier = str(out / "straight" / "checkpoints" / "step_00000004")
+    row = train(run_config(out=str(out / "fsdp"), **{**settings, "ep": 1}, resume=earlier))
+    # another model
+    try:
+        train(run_config(out=str(out / "other"), resume=earlier, model={"expert_dim": 24}, **settings))
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    dist.barrier()
+    return {"fsdp_equal": equal, "fsdp_row": row, "refused": refused, "experts": {n: t for n, t in states[0][0].items() if ".experts." in n}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("runs")
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 60)
+    return folder, run_distributed(_runs, 2, str(folder), str(text), timeout_s=60)
+
+
+def test_same_seed_same_bits(runs):
+    folder, _ = runs
+    straight = rows(folder / "straight")
+    assert [row["step"] for row in straight] == [1, 2, 3, 4, 5, 6]
+    assert straight == rows(folder / "again")
+    assert straight[0]["loss"] > straight[-1]["loss"]
+
+
+def test_six_steps_equal_three_and_three_resumed(runs):
+    folder, _ = runs
+    assert rows(folder / "straight") == [{**a, **b} for a, b in zip(rows(folder / "straight"), rows(folder / "halves"))]
+    assert [row["step"] for row in rows(folder / "halves")] == [1, 2, 4, 5, 6]  # the row of step 3 fell with the run
+
+
+def test_last_state_after_resume_is_bit_equal(runs):
+    folder, _ = runs
+    straight, halves = (_full(folder / run / "checkpoints" / "step_00000006") for run in ("straight", "halves"))
+    assert straight.keys() == halves.keys()
+    assert any("exp_avg_sq" in name for name in straight)
+    for name in straight:
+        assert torch.equal(straight[name], halves[name]), name
+
+
+def _full(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint in one piece, read without a process group."""
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in metadata.items() if hasattr(item, "size")}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def test_experts_of_every_rank_are_saved(runs):
+    folder, found = runs
+    saved = _full(folder / "straight" / "checkpoints" / "step_00000006")
+    assert found[0]["experts"]
+    for name, tensor in found[0]["experts"].items():
+        assert torch.equal(saved[f"model.{name}"], tensor), name
+        assert not torch.equal(tensor[:2], tensor[2:]), "the two ranks hold different experts"
+
+
+def test_checkpoint_of_ep2_resumes_with_fsdp_only(runs):
+    folder, found = runs
+    assert found[0]["fsdp_equal"] == [True, True], "parameters and moments are those of the checkpoint"
+    want = rows(folder / "straight")[-1]
+    assert found[0]["fsdp_row"]["step"] == 6
+    assert found[0]["fsdp_row"]["loss"] == pytest.approx(want["loss"], rel=1e-4)
+    assert found[0]["fsdp_row"]["tokens"] == want["tokens"]
+
+
+def test_only_whole_and_newest_checkpoints_are_kept(runs):
+    folder, _ = runs
+    names = sorted(path.name for path in (folder / "straight" / "checkpoints").iterdir())
+    assert names == ["step_00000004", "step_00000006"]
+
+
+def test_checkpoint_of_another_model_is_refused(runs):
+    folder, found = runs
+    for report in found:
+        assert "checkpoint of another model: expert_dim 16 there and 24 here" in report["refused"]
+    assert not (folder / "other" / "metrics.jsonl").exists()
+
+
+def test_run_folder_holds_log_metrics_curves_and_settings(runs):
+    folder, _ = runs
+    run = folder / "straight"
+    assert {"config.json", "environment.json", "train.log", "metrics.jsonl", "curves.png"} <= {path.name for path in run.iterdir()}
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    log = (run / "train.log").read_text()
+    line = next(line for line in log.splitlines() if line.startswith("step 6/6 | loss"))
+    for part in ("(lm ", " kl ", " mtp ", "grad norm", "lr ", " ms", "tokens/s a device", "MFU n/a", "GiB", "expert load", "ETA"):
+        assert part in line, (part, line)
+    assert "held-out bits per byte" in log
+    row = read_metrics(run / "metrics.jsonl")[-1]
+    wanted = {"step", "loss", "lm_loss", "kl_loss", "mtp_loss", "grad_norm", "lr", "ms", "tokens_per_s", "eval_bpb", "expert_load", "mfu"}
+    assert wanted <= row.keys()
