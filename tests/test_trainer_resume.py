@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def _runs(rank: int, world: int, folder: str, text: str) -> dict[str, Any]:
     out = Path(folder)
-    settings = {"data": text, "ep": 2, "seq_len": 16, "eval_every": 3, "eval_sequences": 4}
+    settings = {"data": text, "ep": 2, "seq_len": 16, "eval_every": 2, "eval_sequences": 4}
     train(run_config(out=str(out / "straight"), save_every=2, keep=2, **settings))
     train(run_config(out=str(out / "again"), save_every=0, **settings))
-    # a run that is cut off behind step 4, with its last checkpoint at step 3: its schedule is that of 6 steps, so it is stopped by force
+    # a run that is cut off right behind the checkpoint of step 3; its schedule is that of 6 steps, so it is stopped by force
     config = run_config(out=str(out / "halves"), save_every=3, **settings)
     kept, stop = checkpoint.save, RuntimeError("cut off")
 
@@ -70,7 +71,8 @@ def _runs(rank: int, world: int, folder: str, text: str) -> dict[str, Any]:
     except ConfigError as error:
         refused = str(error)
     dist.barrier()
-    return {"fsdp_equal": equal, "fsdp_row": row, "refused": refused, "experts": {n: t for n, t in states[0][0].items() if ".experts." in n}}
+    experts = {name: tensor for name, tensor in states[0][0].items() if ".experts." in name}
+    return {"fsdp_equal": equal, "fsdp_row": row, "refused": refused, "experts": experts}
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +93,7 @@ def test_same_seed_same_bits(runs):
 
 def test_six_steps_equal_three_and_three_resumed(runs):
     folder, _ = runs
-    assert rows(folder / "straight") == [{**a, **b} for a, b in zip(rows(folder / "straight"), rows(folder / "halves"))]
-    assert [row["step"] for row in rows(folder / "halves")] == [1, 2, 4, 5, 6]  # the row of step 3 fell with the run
+    assert rows(folder / "halves") == rows(folder / "straight")
 
 
 def test_last_state_after_resume_is_bit_equal(runs):
@@ -108,7 +109,9 @@ def _full(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint in one piece, read without a process group."""
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     state = {name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in metadata.items() if hasattr(item, "size")}
-    dcp.load(state, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is the intent
+        dcp.load(state, checkpoint_id=path, no_dist=True)
     return state
 
 

@@ -99,6 +99,12 @@ class MetricsLog:
         self.file.flush()
         self.recent_ms = [*self.recent_ms[-19:], row["ms"]]
 
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """A line of its own: the step's row was written before the checkpoint, so that no checkpoint is ahead of its metrics."""
+        self.file.write(json.dumps({"step": row["step"], "eval_bpb": row["eval_bpb"]}) + "\n")
+        self.file.flush()
+        self.say(f"step {row['step']}/{self.total} | held-out bits per byte {row['eval_bpb']:.4f}")
+
     def line(self, row: dict[str, Any]) -> str:
         eta = sorted(self.recent_ms)[len(self.recent_ms) // 2] / 1000 * (self.total - row["step"])
         mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
@@ -117,16 +123,18 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line cut short by a crash is left out."""
-    rows = []
+    """One row a step, its lines merged; a last line cut short by a crash is left out."""
+    rows: dict[int, dict[str, Any]] = {}
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError as error:
-            if number != len(lines):
-                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
-    return rows
+            if number == len(lines):
+                break
+            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+        rows.setdefault(row["step"], {}).update(row)
+    return list(rows.values())
 
 
 def draw_curves(out: Path) -> str:

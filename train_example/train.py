@@ -154,16 +154,17 @@ def train(config: RunConfig) -> dict[str, Any]:
         rate = local_tokens / seconds
         row = {**progress, **result, "ms": seconds * 1000, "tokens_per_s": rate, "mfu": flops * rate / peak if peak else None}
         row["memory_gib"] = metrics.memory_gib(device)
-        if due(config.save_every, step, config.steps):  # before the evaluation: whatever happens there, the step is not lost
-            checkpoint.save(out / "checkpoints", model, optimizer, progress, sizes, config.keep)
-        if due(config.eval_every, step, config.steps) and config.eval_fraction:
-            row["eval_bpb"] = evaluate(model, dataset.held_out(parallel.rank, parallel.world, config.batch, config.eval_sequences))
         if log:
             log.row(row)
             if step == 1 or step == config.steps or step % config.log_every == 0:
                 log.say(log.line(row))
-            if "eval_bpb" in row:
-                log.say(f"step {step}/{config.steps} | held-out bits per byte {row['eval_bpb']:.4f}")
+        if due(config.save_every, step, config.steps):  # before the evaluation: whatever happens there, the step is not lost
+            checkpoint.save(out / "checkpoints", model, optimizer, progress, sizes, config.keep)
+        if due(config.eval_every, step, config.steps) and config.eval_fraction:
+            held_out = dataset.held_out(parallel.rank, parallel.world, config.batch, config.eval_sequences)
+            row["eval_bpb"] = evaluate(model, held_out)
+            if log:
+                log.evaluation(row)
     trace.before(config.steps + 1)
     if log:
         log.close()
