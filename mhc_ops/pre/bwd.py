@@ -165,7 +165,7 @@ def gates_dpre_spec(
         "ITERS": iters, "H": triton.next_power_of_2(iters), "PAPER": convention == "paper", "HAS_DPRE": has_dpre, "PRE_MIX": pre_mix,
         "BT": block_tokens(n), "R": 128 if npu else 32, "W": 8 if dtype != torch.float32 else 4, "STAGES": 1 if npu else 4, "LOOP": npu,
     }  # fmt: skip
-    return Spec(gates_dpre_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda",))
+    return Spec(gates_dpre_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
 
 
 def gates_dpre(dy, dpre, dpost, dcomb, x, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention):

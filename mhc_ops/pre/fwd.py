@@ -88,7 +88,7 @@ def gates_collapse_spec(
         "N": n, "P": triton.next_power_of_2(n), "D": d, "M": m, "C": part_width(m), "SP": max_split(n * d), "ITERS": iters,
         "PAPER": convention == "paper", "PRE_MIX": pre_mix, "COLLAPSE": collapse, "BT": BLOCK_TOKENS, "BD": BLOCK_D, "LOOP": npu,
     }  # fmt: skip
-    return Spec(gates_collapse_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda",))
+    return Spec(gates_collapse_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
 
 
 def gates_collapse(x, part, split, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention, *, collapse=True):

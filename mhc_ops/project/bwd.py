@@ -133,7 +133,8 @@ def reduce_tile(
         for g in range(groups):
             gate += tl.load(dgate_part + g * C + c, mask=c < M + S, other=0.0)
         tl.store(dbase + c, gate, mask=c < M)
-        tl.store(dscale + c - M, gate, mask=(c >= M) & (c < M + S))
+        for i in tl.static_range(S):
+            tl.store(dscale + i, tl.sum(tl.where(c == M + i, gate, 0.0), 0))
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -163,7 +164,7 @@ def dx_dfn_spec(dtype: torch.dtype, n: int, d: int, m: int, scales: int, width: 
         "BT": 16, "BN": block_n, "STAGES": 2 if npu or mode == "exact" else 3,
     }  # fmt: skip
     options = {"multibuffer": False} if npu else {}  # cube and vector results meet in this kernel
-    return Spec(dx_dfn_kernel, types=types, consts=consts, hot=True, targets=("ascend",) if npu else ("cuda",), options=options)
+    return Spec(dx_dfn_kernel, types=types, consts=consts, hot=True, targets=("ascend",) if npu else ("cuda", "hip"), options=options)
 
 
 @cache
