@@ -16,7 +16,6 @@ Every parameter is thus sharded over all W ranks, exactly once. The rules that k
 
 import datetime
 import os
-import tempfile
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate
+
+from train_example.run_config import ConfigError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -59,17 +60,17 @@ def pick_device(name: str) -> torch.device:
             import torch_npu  # noqa: F401  (registers the "npu" device with torch)
         except ImportError as error:
             if name == "npu":
-                raise ValueError("device = npu needs the torch_npu package, which is not installed here") from error
+                raise ConfigError("device = npu needs the torch_npu package, which is not installed here") from error
     kind = name
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator()
         kind = accelerator.type if accelerator is not None and accelerator.type in BACKENDS else "cpu"
     if kind not in BACKENDS:
-        raise ValueError(f"device must be auto, cpu, cuda or npu, got {name!r}")
+        raise ConfigError(f"device must be auto, cpu, cuda or npu, got {name!r}")
     if kind == "cpu":
         return torch.device("cpu")
     if not getattr(torch, kind).is_available():
-        raise ValueError(f"device = {kind} was asked for, but torch finds none here")
+        raise ConfigError(f"device = {kind} was asked for, but torch finds none here")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device.index)
     return device
@@ -88,12 +89,11 @@ def init_parallel(device: torch.device, ep: int, timeout_s: float) -> Parallel:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:  # started alone: a group of one process
-            store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="train_example_"), "store"), 1)
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     world = dist.get_world_size()
     ep = world if ep == -1 else ep
     if ep < 1 or world % ep:
-        raise ValueError(f"ep = {ep} does not divide the {world} processes; expert parallelism needs processes = efsdp * ep")
+        raise ConfigError(f"ep = {ep} does not divide the {world} processes; expert parallelism needs processes = efsdp * ep")
     fsdp = init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
     sparse = init_device_mesh(device.type, (world // ep, ep), mesh_dim_names=("efsdp", "ep"), backend_override={"ep": backend})
     parallel = Parallel(device, dist.get_rank(), world, fsdp, sparse)
@@ -125,7 +125,7 @@ def shutdown() -> None:
 def check_experts(num_experts: int, parallel: Parallel) -> None:
     ep = parallel.sparse.size(1)
     if num_experts % ep:
-        raise ValueError(f"ep = {ep} does not divide the {num_experts} experts; every rank must hold the same number of them")
+        raise ConfigError(f"ep = {ep} does not divide the {num_experts} experts; every rank must hold the same number of them")
 
 
 def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, param_dtype: torch.dtype, recompute: str = "none") -> None:

@@ -66,7 +66,7 @@ class RunConfig:
     deterministic: bool = _setting(False, "torch.use_deterministic_algorithms: same seed, same bits on an accelerator too")
     compile: bool = _setting(False, "torch.compile each layer")
     recompute: str = _setting("none", "what the backward pass computes again instead of keeping", RECOMPUTE)
-    swap_optimizer: bool = _setting(False, "keep AdamW's moments in host memory (saves 8 bytes a parameter on the accelerator)")
+    swap_optimizer: bool = _setting(False, "keep AdamW's moments in host memory: not there yet, and refused on a CPU, where they are already")
 
     eval_every: int = _setting(50, "steps between evaluations on the held-out text; -1 = after the last step alone; 0 = never")
     eval_sequences: int = _setting(-1, "held-out sequences an evaluation reads; -1 = all")
@@ -77,7 +77,7 @@ class RunConfig:
     profile: str = _setting("", "START:END, steps to trace with torch.profiler, START included and END not; empty = none")
     startup_timeout: float = _setting(1800.0, "seconds a collective may take until the first step is done (kernels compile)")
     step_timeout: float = _setting(300.0, "seconds a collective may take after that")
-    peak_tflops: float = _setting(-1.0, "peak of one device in TFLOP/s at the forward's dtype, for MFU; -1 = look the device up")
+    peak_tflops: float = _setting(-1.0, "peak of one device in TFLOP/s; MFU = tokens/s x FLOPs a token / peak; -1 = look the device up")
 
     def __post_init__(self) -> None:
         reasons = {

@@ -106,8 +106,9 @@ def due(every: int, step: int, last: int) -> bool:
 def train(config: RunConfig) -> dict[str, Any]:
     """Run a whole training on all processes; returns the last step's row of metrics.jsonl."""
     device = pick_device(config.device)
-    if config.swap_optimizer and device.type == "cpu":
-        raise ConfigError("swap_optimizer keeps AdamW's moments in host memory; on a CPU they are there already, so leave it off")
+    if config.swap_optimizer:
+        on_cpu = "on a CPU they are there already, so leave it off"
+        raise ConfigError(f"swap_optimizer keeps AdamW's moments in host memory; {on_cpu if device.type == 'cpu' else 'it does not exist yet'}")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only with a fixed workspace
         torch.use_deterministic_algorithms(True)
