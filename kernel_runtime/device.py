@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kernel_runtime.impl import KERNEL_DEVICES
+
 
 @dataclass(frozen=True)
 class DeviceProperties:
@@ -25,6 +27,8 @@ def device_properties(device: torch.device | str) -> DeviceProperties:
     On the CPU, where kernels run in Triton's interpreter, it is one core. RuntimeError for a device type without kernels.
     """
     device = torch.device(device)
+    if device.type not in ("cpu", *KERNEL_DEVICES):
+        raise RuntimeError(f"there are no kernels for device type {device.type!r}; kernels run on cuda, npu and, interpreted, cpu")
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     return _properties(device)
@@ -39,14 +43,12 @@ def _properties(device: torch.device) -> DeviceProperties:
         found = module.get_device_properties(device)
         shared = getattr(found, "shared_memory_per_block_optin", None)
         return DeviceProperties(found.name, found.multi_processor_count, found.multi_processor_count, shared)
-    if device.type == "npu":
-        found = module.get_device_properties(device)
-        # torch_npu names them so from 2.6 on; before, Triton-Ascend's own table is the source
-        cube, vector = getattr(found, "cube_core_num", None), getattr(found, "vector_core_num", None)
-        if cube is None or vector is None:
-            import triton
+    found = module.get_device_properties(device)
+    # newer torch_npu names them so; otherwise Triton-Ascend's own table is the source
+    cube, vector = getattr(found, "cube_core_num", None), getattr(found, "vector_core_num", None)
+    if cube is None or vector is None:
+        import triton
 
-            table = triton.runtime.driver.active.utils.get_device_properties(device.index)
-            cube, vector = table["num_aicore"], table["num_vectorcore"]
-        return DeviceProperties(found.name, int(vector), int(cube), None)
-    raise RuntimeError(f"there are no kernels for device type {device.type!r}; kernels run on cuda, npu and, interpreted, cpu")
+        table = triton.runtime.driver.active.utils.get_device_properties(device.index)
+        cube, vector = table["num_aicore"], table["num_vectorcore"]
+    return DeviceProperties(found.name, int(vector), int(cube), None)
