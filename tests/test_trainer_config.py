@@ -102,10 +102,12 @@ SMALL_ARGS = [f"--model.{key}={','.join(map(str, v)) if isinstance(v, tuple) els
         (["--data", "{folder}/short.txt"], "too short for one sequence of seq_len 128"),
         (["--data", "{folder}/short.txt", "--ep", "2"], "ep = 2 does not divide the 1 processes"),
         (["--data", "{folder}/short.txt", "--swap-optimizer"], "on a CPU they are there already"),
+        (["--data", "{folder}/short.txt", "--impl", "triton"], "impl = triton cannot run on a CPU"),
         (["--resume", "{folder}/nothing"], "no checkpoint to resume from in .*nothing"),
     ],
 )
-def test_bad_input_ends_with_one_line_and_status_2(tmp_path, capsys, args, message):
+def test_bad_input_ends_with_one_line_and_status_2(tmp_path, capsys, monkeypatch, args, message):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "nothing").mkdir()

@@ -47,9 +47,7 @@ def _rng_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def save(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any], model_config: dict[str, Any], keep: int
-) -> Path:
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any], model_config: dict[str, Any], keep: int) -> Path:
     """Write a checkpoint of all ranks; returns its folder once it is whole on disk. Collective.
 
     Args:

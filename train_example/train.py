@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from kernel_runtime import interpreting
 from train_example import checkpoint, metrics
 from train_example.data import Dataset, Text, find_files, write_default_text
 from train_example.model import DeepSeekV4, fp32_islands
@@ -109,6 +110,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     if config.swap_optimizer:
         on_cpu = "on a CPU they are there already, so leave it off"
         raise ConfigError(f"swap_optimizer keeps AdamW's moments in host memory; {on_cpu if device.type == 'cpu' else 'it does not exist yet'}")
+    if config.impl == "triton" and device.type == "cpu" and not interpreting():
+        raise ConfigError("impl = triton cannot run on a CPU (but for tests, with TRITON_INTERPRET=1); use eager or auto")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only with a fixed workspace
         torch.use_deterministic_algorithms(True)
