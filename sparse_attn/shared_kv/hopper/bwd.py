@@ -1,4 +1,4 @@
-"""Launcher of the backward for sm_90: delta, the fused kernel, the sums of partial rows."""
+"""Launcher of the backward for sm_90: the fused kernel, the sums of partial rows, the gradient of the sinks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.bwd import _dsinks
 from sparse_attn.shared_kv.fwd import ALL, NONE, SELECTED, mode_of
 from sparse_attn.shared_kv.hopper.bwd_kernel import hopper_bwd_kernel
-from sparse_attn.shared_kv.hopper.core import HEADS, GluonSpec, used_of
+from sparse_attn.shared_kv.hopper.core import HEADS, GluonSpec, multiprocessors, used_of
 from sparse_attn.shared_kv.hopper.owner_sum import LIST_SLOTS, list_sum, owner_lists, range_bounds, range_sum
 from sparse_attn.shared_kv.places import places_of
 
@@ -20,20 +19,33 @@ BN = 32  # keys of a tile
 CHUNK_BYTES = 3 << 29  # partial rows of a chunk of queries
 
 
-@triton.jit(do_not_specialize=["heads"])
-def delta_kernel(out, dout, delta, heads, D: tl.constexpr, BM: tl.constexpr):
-    h = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    offset = h[:, None] * D + tl.arange(0, D)[None, :]
-    on = (h < heads)[:, None]
-    product = tl.load(out + offset, mask=on, other=0.0).to(tl.float32) * tl.load(dout + offset, mask=on, other=0.0).to(tl.float32)
-    tl.store(delta + h, tl.sum(product, 1), mask=h < heads)
+@triton.jit(do_not_specialize=["rows"])
+def sink_gradient_kernel(sinks, lse, delta, part, rows, N: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr):
+    """part [programs, N]: what BM queries add to -sum exp(sink - LSE) * delta; an infinite sink is a constant."""
+    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    h = tl.arange(0, NP)
+    on = (r < rows)[:, None] & (h < N)[None, :]
+    offset = r[:, None] * N + h[None, :]
+    sink = tl.load(sinks + h, mask=h < N, other=float("inf"))
+    finite = (sink > float("-inf")) & (sink < float("inf"))
+    share = tl.exp(sink[None, :] - tl.load(lse + offset, mask=on, other=float("inf")))
+    total = tl.sum(tl.where(on & finite[None, :], share * tl.load(delta + offset, mask=on, other=0.0), 0.0), 0)
+    tl.store(part + tl.program_id(0) * N + h, -total, mask=h < N)
 
 
 @cache
-def delta_spec(dtype: torch.dtype, D: int) -> Spec:
-    x = f"*{TRITON_DTYPE[dtype]}"
-    types = {"out": x, "dout": x, "delta": "*fp32", "heads": "i32"}
-    return Spec(delta_kernel, types=types, consts={"D": D, "BM": 16}, targets=("cuda",))
+def sink_gradient_spec(N: int) -> Spec:
+    types = {"sinks": "*fp32", "lse": "*fp32", "delta": "*fp32", "part": "*fp32", "rows": "i32"}
+    return Spec(sink_gradient_kernel, types=types, consts={"N": N, "NP": triton.next_power_of_2(N), "BM": 64}, targets=("cuda",))
+
+
+def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """[N] fp32 from lse and delta [..., N]; two steps in a fixed order."""
+    N = sinks.shape[0]
+    rows = lse.numel() // N
+    part = torch.empty((triton.cdiv(rows, 64), N), dtype=torch.float32, device=lse.device)
+    sink_gradient_spec(N).launch((part.shape[0],), sinks.contiguous(), lse, delta, part, rows)
+    return part.sum(0)
 
 
 @cache
@@ -43,7 +55,7 @@ def backward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, partial: 
     return GluonSpec(
         hopper_bwd_kernel,
         types={
-            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "do": x, "lse": "*fp32",
+            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "out": x, "do": x, "lse": "*fp32",
             "delta": "*fp32", "dq": x, "dori": target, "dcmp": target,
             **dict.fromkeys(("row0", "count", "K", "ori_slots", "cmp_slots", "zero"), "i32"), "scale": "fp32",
         },
@@ -51,16 +63,11 @@ def backward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, partial: 
     )  # fmt: skip
 
 
-@cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def chunk_of(rows: int, row_bytes: int, multiprocessors: int) -> int:
+def chunk_of(rows: int, row_bytes: int, wave: int) -> int:
     """Queries of a chunk: as many as CHUNK_BYTES of partial rows allow, in whole waves of the grid."""
     chunk = max(1, CHUNK_BYTES // max(1, row_bytes))
-    if chunk > multiprocessors:
-        chunk -= chunk % multiprocessors
+    if chunk > wave:
+        chunk -= chunk % wave
     return min(rows, chunk)
 
 
@@ -76,7 +83,7 @@ def attention_bwd(
     q, dout, out, lse, ori_kv = (x.contiguous() for x in (q, dout, out, lse, ori_kv))
     rows = lse.numel() // N
     dq = torch.empty_like(q)
-    delta = torch.empty_like(lse)
+    dsinks = q.new_empty(0) if sinks is None else torch.zeros_like(sinks)
     dori = torch.zeros(ori_kv.shape, dtype=torch.float32, device=q.device)
     dcmp = torch.zeros(0 if cmp_kv is None else cmp_kv.shape, dtype=torch.float32, device=q.device)
     if rows:
@@ -84,18 +91,20 @@ def attention_bwd(
         cmp = q if cmp_kv is None else cmp_kv.contiguous()
         indices = places if cmp_indices is None else cmp_indices.contiguous()
         used = used_of(indices, places) if mode == SELECTED else places
-        delta_spec(dtype, D).launch((triton.cdiv(rows * N, 16),), out, dout, delta, rows * N)
+        delta = torch.empty_like(lse)  # written by the fused kernel
         spec = backward_spec(dtype, N, D, mode, deterministic)
         groups = triton.cdiv(N, HEADS)
         K = cmp_indices.shape[-1] if cmp_indices is not None else 0
-        inputs = (q, ori_kv, cmp, indices, places, used, dout, lse, delta, dq)
+        inputs = (q, ori_kv, cmp, indices, places, used, out, dout, lse, delta, dq)
         if not deterministic:
             spec.launch((rows * groups,), *inputs, dori, dcmp if mode != NONE else dori, 0, rows, K, 0, 0, 0, scale)
         else:
             ori_slots = ori_kv.shape[-2] if window is None else min(window, ori_kv.shape[-2])
             cmp_slots = K if mode == SELECTED else cmp.shape[-2] if mode == ALL else 0
             _partial_sums(spec, inputs, dori.view(-1, D), dcmp.view(-1, D), rows, groups, K, ori_slots, cmp_slots, mode, scale)
-    return dq, dori.to(dtype), q.new_empty(0) if cmp_kv is None else dcmp.to(dtype), _dsinks(sinks, lse, delta, q)
+        if sinks is not None:
+            dsinks = sink_gradient(sinks, lse, delta)
+    return dq, dori.to(dtype), q.new_empty(0) if cmp_kv is None else dcmp.to(dtype), dsinks
 
 
 def _partial_sums(
@@ -106,7 +115,7 @@ def _partial_sums(
     q, _, _, indices, places, *_ = inputs
     D, device = q.shape[-1], q.device
     row_bytes = groups * (ori_slots + cmp_slots) * D * q.element_size()
-    chunk = chunk_of(rows, row_bytes, _multiprocessors(q.get_device()))
+    chunk = chunk_of(rows, row_bytes, multiprocessors(q.get_device()))
     part = torch.empty(chunk * groups * (ori_slots + cmp_slots) * D, dtype=q.dtype, device=device)
     ori_bounds = range_bounds(places, dori.shape[0], 0)
     cmp_bounds = range_bounds(places, dcmp.shape[0], 2) if mode == ALL else ori_bounds

@@ -1,7 +1,7 @@
 """Fused backward for sm_90 in Gluon: one program a query and 64 of its heads, four warpgroups, key tiles of 32.
 
     warpgroup 0   S = q K^T, P;         left half of dq   (two 64 x 128 fp32 accumulators at D = 512)
-    warpgroup 1   dP = dO K^T, dZ;      right half of dq
+    warpgroup 1   delta, dP = dO K^T, dZ;   right half of dq
     warpgroup 2   dKV^T = q^T dZ + dO^T P, in chunks [64 channels, 32 keys]; q and dO are transposed A operands straight from shared
                   memory; the next chunk is issued before the last one is written out
     warpgroup 3   gathers q, dO, then the keys with cp.async: a ring of two tiles of two halves [32 keys, D / 2 channels]
@@ -31,7 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from sparse_attn.shared_kv.hopper.core import copy_layout_for, load_ranges, new_barrier, tile_keys
-from sparse_attn.shared_kv.hopper.fwd import copy_heads, store_heads
+from sparse_attn.shared_kv.hopper.fwd import copy_heads, load_heads, store_heads
 
 
 @gluon.jit
@@ -63,12 +63,12 @@ def producer(
 
 @gluon.jit
 def dq_consumer(
-    X: gl.constexpr, dq, vec, indices, first_slot, row, group, zero, num_tiles, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count,
+    X: gl.constexpr, dq, vec, out, indices, first_slot, row, group, zero, num_tiles, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count,
     slots, scale, a_s, k_s, p_s, z_s, a_full, k_full, k_empty, p_full, p_empty, z_full, z_empty,
     N: gl.constexpr, D: gl.constexpr, SELECTED: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    # X = 0: S, P and the left half of dq (a_s = q, vec = lse).
-    # X = 1: dP, dZ and the right half of dq (a_s = dO, vec = delta).
+    # X = 0: S, P and the left half of dq (a_s = q; vec is read: lse).
+    # X = 1: dP, dZ and the right half of dq (a_s = dO; vec is written: delta).
     DQ: gl.constexpr = D // 4
     dtype: gl.constexpr = dq.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -81,14 +81,24 @@ def dq_consumer(
         # a padded head gets an LSE of +inf, so P = 0
         vec = gl.load(vec + row.to(gl.int64) * N + h, mask=h < N, other=float("inf")) * 1.4426950408889634
     else:
-        vec = gl.load(vec + row.to(gl.int64) * N + h, mask=h < N, other=0.0)
+        # delta = sum over D of dO * out, while the keys are on their way: registers are free before the accumulators live
+        o0 = load_heads(out, row, group, 0, N, D)
+        o1 = load_heads(out, row, group, 1, N, D)
+        mbarrier.wait(a_full[0], 0)
+        delta = gl.sum(o0.to(gl.float32) * a_s.index(zero).load(copy_layout_for(D // 2)).to(gl.float32), 1)
+        mbarrier.wait(a_full[1], 0)
+        delta += gl.sum(o1.to(gl.float32) * a_s.index(zero + 1).load(copy_layout_for(D // 2)).to(gl.float32), 1)
+        delta = gl.convert_layout(delta, s_rows)
+        gl.store(vec + row.to(gl.int64) * N + h, delta, mask=h < N)
+        vec = delta
     acc0 = gl.zeros([64, DQ], gl.float32, layout=dq_layout)
     acc1 = gl.zeros([64, DQ], gl.float32, layout=dq_layout)
     z = zero
     s_zero = gl.zeros([64, BN], gl.float32, layout=s_layout)
     some = num_tiles > 0
-    mbarrier.wait(a_full[0], 0)
-    mbarrier.wait(a_full[1], 0)
+    if X == 0:
+        mbarrier.wait(a_full[0], 0)
+        mbarrier.wait(a_full[1], 0)
     mbarrier.wait(k_full[0], 0, pred=some)
     mbarrier.wait(k_full[1], 0, pred=some)
     fence_async_shared()
@@ -155,7 +165,7 @@ def dq_consumer(
         mbarrier.wait(z_empty[1], phase ^ 1)
     a_s.index(z + X).slice(0, DQ, dim=1).store(acc0.to(dtype))
     a_s.index(z + X).slice(DQ, DQ, dim=1).store(acc1.to(dtype))
-    store_heads(dq, a_s, row, group, X, z, N, D)
+    store_heads(dq, a_s.index(z + X), row, group, X, N, D)
 
 
 @gluon.jit
@@ -224,7 +234,7 @@ def dkv_consumer(
 
 @gluon.jit(do_not_specialize=["row0", "count", "K", "ori_slots", "cmp_slots", "zero", "scale"])
 def hopper_bwd_kernel(
-    q, ori_kv, cmp_kv, indices, places, used, do, lse, delta, dq, dori, dcmp, row0, count, K, ori_slots, cmp_slots, zero, scale,
+    q, ori_kv, cmp_kv, indices, places, used, out, do, lse, delta, dq, dori, dcmp, row0, count, K, ori_slots, cmp_slots, zero, scale,
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, BN: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Queries row0 to row0 + count - 1. PARTIAL: dori [groups, count, ori_slots, D] and dcmp [groups, count, cmp_slots, D]."""
@@ -263,11 +273,11 @@ def hopper_bwd_kernel(
     gl.warp_specialize(
         [
             (dq_consumer, (
-                0, dq, lse, indices, first_slot, row, group, zero, num_tiles, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count,
+                0, dq, lse, out, indices, first_slot, row, group, zero, num_tiles, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count,
                 slots, scale, q_s, k_s, p_s, z_s, q_full, k_full, k_empty, p_full, p_empty, z_full, z_empty, N, D, SELECTED, BN,
             )),
             (dq_consumer, (
-                1, dq, delta, indices, first_slot, row, group, zero, num_tiles, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count,
+                1, dq, delta, out, indices, first_slot, row, group, zero, num_tiles, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count,
                 slots, scale, do_s, k_s, p_s, z_s, do_full, k_full, k_empty, p_full, p_empty, z_full, z_empty, N, D, SELECTED, BN,
             )),
             (dkv_consumer, (

@@ -43,6 +43,11 @@ class GluonSpec(Spec):
 
 
 @cache
+def multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
 def used_spec() -> Spec:
     types = {"indices": "*i32", "places": "*i32", "used": "*i32", "K": "i32"}
     return Spec(used_kernel, types=types, consts={"BK": 512}, num_warps=1, targets=("cuda",))

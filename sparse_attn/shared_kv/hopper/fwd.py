@@ -1,4 +1,4 @@
-"""Forward for sm_90 in Gluon, warp-specialised: one program a query and 64 of its heads, three warpgroups.
+"""Forward for sm_90 in Gluon, warp-specialised: a task is one query and 64 of its heads; a program works through many, three warpgroups.
 
     warpgroup 0   S of the even key tiles; left D half of the output  (64 x 256 fp32 accumulator at D = 512)
     warpgroup 1   S of the odd key tiles;  right D half of the output
@@ -8,14 +8,18 @@ Tiles go in pairs. Each consumer makes P of its own tile and hands it to the oth
 of D but needs every key. The running maximum travels 0 -> 1 -> 0 with P: warpgroup 0 brings it over its tile, warpgroup 1 over the next,
 warpgroup 0 then rescales to warpgroup 1's. Row sums stay apart until the end, where the sink joins them.
 
+The grid is as large as the device, so that q and the first keys of the next task arrive while the last one is finished: q is free after
+the last S, and the output is staged in the last key tile.
+
 Shared memory at D = 512, 210 KB: q 64, four half key tiles 128, two P tiles 16, a few rows of maxima and sums.
 
 Barriers. Half tile i is tile i // 2 of the pair, D half i % 2.
     q_full[2], k_full[4]   128 arrivals: each producer thread's own cp.async group (increment_count=False)
+    q_empty                2 arrivals, after the last S of either consumer
     k_empty[4]             1 arrival, from the warpgroup that owns this D half. The other one reads the half for its S only, and its P
                            (which the owner has waited for) comes after that S: one arrival will do.
     p_full[2], p_empty[2]  P and the maximum of even / odd tiles; full by the maker, empty by the other warpgroup
-    sum_full[2]            the two partial row sums, once at the end
+    sum_full[2]            the two partial row sums, once a task
 
 Order between proxies. cp.async writes through the generic proxy and wgmma reads through the async proxy, so a proxy fence has to lie on
 the path from one to the other. It stands behind the wait for the full barrier, in every thread that issues the product; a fence in the
@@ -35,8 +39,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.fwd import NONE, SELECTED, mode_of, probs_spec
-from sparse_attn.shared_kv.hopper.core import HEADS, GluonSpec, copy_layout_for, load_ranges, new_barrier, tile_keys, used_of
+from sparse_attn.shared_kv.fwd import SELECTED, mode_of
+from sparse_attn.shared_kv.hopper.core import HEADS, GluonSpec, copy_layout_for, load_ranges, multiprocessors, new_barrier, tile_keys, used_of
 from sparse_attn.shared_kv.places import places_of
 
 BN = 64  # keys of a tile
@@ -60,44 +64,79 @@ def copy_heads(x, row, group, x_s, x_full, z, N: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def store_heads(x, x_s, row, group, half: gl.constexpr, z, N: gl.constexpr, D: gl.constexpr):
-    """Half tile of a staged result to device memory, as whole rows."""
+def load_heads(x, row, group, half: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
+    """Half of 64 heads of a query in registers; heads past N are zeros."""
     DH: gl.constexpr = D // 2
     layout: gl.constexpr = copy_layout_for(DH)
     h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
     ptrs = x + (row.to(gl.int64) * N + group * 64) * D + half * DH + h[:, None] * D + d[None, :]
-    staged = x_s.index(z + half).load(layout)
     if N % 64 == 0:
-        gl.store(ptrs, staged)
+        return gl.load(ptrs)
     else:
-        gl.store(ptrs, staged, mask=(group * 64 + h < N)[:, None])
+        return gl.load(ptrs, mask=(group * 64 + h < N)[:, None], other=0.0)
 
 
 @gluon.jit
-def producer(
-    q, ori_kv, cmp_kv, indices, first_slot, row, group, zero, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots,
-    q_s, k_s, q_full, k_full, k_empty, N: gl.constexpr, D: gl.constexpr, SELECTED: gl.constexpr, BN: gl.constexpr,
+def store_heads(x, staged, row, group, half: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
+    """A staged half tile to device memory, as whole rows."""
+    DH: gl.constexpr = D // 2
+    layout: gl.constexpr = copy_layout_for(DH)
+    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
+    ptrs = x + (row.to(gl.int64) * N + group * 64) * D + half * DH + h[:, None] * D + d[None, :]
+    if N % 64 == 0:
+        gl.store(ptrs, staged.load(layout))
+    else:
+        gl.store(ptrs, staged.load(layout), mask=(group * 64 + h < N)[:, None])
+
+
+@gluon.jit
+def task_of(task, rows, places, used, N: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr):
+    """Row and group of heads of a task, its pairs of tiles (at least one, so that every task fills and frees q) and its ranges."""
+    GROUPS: gl.constexpr = (N + 63) // 64
+    row = rows - 1 - task // GROUPS  # the last queries see most: started first, the grid ends together
+    ori_begin, ori_count, cmp_begin, cmp_count, slots = load_ranges(places, used, row, COMPRESSED)
+    if not WINDOW:
+        ori_count = 0
+    ori_tiles = gl.cdiv(ori_count, BN)
+    num_pairs = gl.maximum(gl.cdiv(ori_tiles + gl.cdiv(slots, BN), 2), 1)
+    return row, task % GROUPS, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots
+
+
+@gluon.jit
+def gather_tasks(
+    q, ori_kv, cmp_kv, indices, places, used, rows, tasks, K, zero, q_s, k_s, q_full, q_empty, k_full, k_empty,
+    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
+    """The producer: q and the keys of all tasks. Without WINDOW the compressed keys alone (probs.py)."""
     DH: gl.constexpr = D // 2
     layout: gl.constexpr = copy_layout_for(DH)
     n = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
-    copy_heads(q, row, group, q_s, q_full, zero, N, D)
     empty_phase = 1  # the first wait on an "empty" barrier must pass at once
-    for i in range(num_pairs):
-        z = i * zero
-        for tile in gl.static_range(2):
-            key, valid = tile_keys(
-                indices, first_slot, 2 * i + tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, SELECTED, BN
-            )
-            keys = ori_kv if 2 * i + tile < ori_tiles else cmp_kv
-            ptrs = keys + key.to(gl.int64)[:, None] * D + d[None, :]
-            for half in gl.static_range(2):
-                mbarrier.wait(k_empty[2 * tile + half], empty_phase)
-                async_copy.async_copy_global_to_shared(k_s.index(z + 2 * tile + half), ptrs + half * DH, mask=valid[:, None])
-                async_copy.mbarrier_arrive(k_full[2 * tile + half], increment_count=False)
-        empty_phase = empty_phase ^ 1
+    q_phase = 1
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        row, group, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots = task_of(
+            task, rows, places, used, N, COMPRESSED, WINDOW, BN
+        )
+        first_slot = row.to(gl.int64) * K
+        mbarrier.wait(q_empty, q_phase)
+        copy_heads(q, row, group, q_s, q_full, zero, N, D)
+        for i in range(num_pairs):
+            z = i * zero
+            for tile in gl.static_range(2):
+                key, valid = tile_keys(
+                    indices, first_slot, 2 * i + tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED == 2, BN
+                )
+                keys = ori_kv if 2 * i + tile < ori_tiles else cmp_kv
+                ptrs = keys + key.to(gl.int64)[:, None] * D + d[None, :]
+                for half in gl.static_range(2):
+                    mbarrier.wait(k_empty[2 * tile + half], empty_phase)
+                    async_copy.async_copy_global_to_shared(k_s.index(z + 2 * tile + half), ptrs + half * DH, mask=valid[:, None])
+                    async_copy.mbarrier_arrive(k_full[2 * tile + half], increment_count=False)
+            empty_phase = empty_phase ^ 1
+        q_phase = q_phase ^ 1
 
 
 @gluon.jit
@@ -123,9 +162,9 @@ def with_sink(m, l, sinks, h, on, SINKS: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    X: gl.constexpr, out, lse, sinks, indices, first_slot, row, group, zero, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin,
-    cmp_count, slots, scale2, q_s, k_s, p_s, max_s, sum_s, q_full, k_full, k_empty, p_full, p_empty, sum_full,
-    N: gl.constexpr, D: gl.constexpr, SELECTED: gl.constexpr, SINKS: gl.constexpr, BN: gl.constexpr,
+    X: gl.constexpr, out, lse, sinks, indices, places, used, rows, tasks, K, zero, scale2, q_s, k_s, p_s, max_s, sum_s,
+    q_full, q_empty, k_full, k_empty, p_full, p_empty, sum_full,
+    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, SINKS: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     DH: gl.constexpr = D // 2
     dtype: gl.constexpr = out.dtype.element_ty
@@ -134,110 +173,117 @@ def consumer(
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     n = gl.arange(0, BN, layout=gl.SliceLayout(0, s_layout))
-    # A finite start: a tile with no key that counts leaves it, and exp2(-inf - m) is 0 and not NaN
-    m = gl.full([64], -1.0e30, gl.float32, layout=s_rows)
-    l = gl.full([64], 0.0, gl.float32, layout=s_rows)
-    acc = gl.zeros([64, DH], gl.float32, layout=o_layout)
     s_zero = gl.zeros([64, BN], gl.float32, layout=s_layout)
-    mbarrier.wait(q_full[0], 0)
-    mbarrier.wait(q_full[1], 0)
     phase = 0
-    for i in range(num_pairs):
-        # Opaque zero: a run-time argument, so ptxas cannot see that z is 0. With static tile indices it hoists every wgmma descriptor out
-        # of the loop and spills them.
-        z = i * zero
-        _, valid = tile_keys(
-            indices, first_slot, 2 * i + X, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, SELECTED, BN
+    q_phase = 0
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        row, group, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots = task_of(
+            task, rows, places, used, N, COMPRESSED, True, BN
         )
-        mbarrier.wait(k_full[2 * X], phase)
-        fence_async_shared()
-        s = warpgroup_mma(q_s.index(z), k_s.index(z + 2 * X).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-        mbarrier.wait(k_full[2 * X + 1], phase)
-        fence_async_shared()
-        s = warpgroup_mma(q_s.index(z + 1), k_s.index(z + 2 * X + 1).permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        s = gl.where(valid[None, :], s * scale2, float("-inf"))
-        s_max = gl.max(s, 1)
+        first_slot = row.to(gl.int64) * K
+        # A finite start: a tile with no key that counts leaves it, and exp2(-inf - m) is 0 and not NaN
+        m = gl.full([64], -1.0e30, gl.float32, layout=s_rows)
+        l = gl.full([64], 0.0, gl.float32, layout=s_rows)
+        acc = gl.zeros([64, DH], gl.float32, layout=o_layout)
+        mbarrier.wait(q_full[0], q_phase)
+        mbarrier.wait(q_full[1], q_phase)
+        for i in range(num_pairs):
+            # Opaque zero: a run-time argument, so ptxas cannot see that z is 0. With static tile indices it hoists every wgmma descriptor
+            # out of the loop and spills them.
+            z = i * zero
+            last = i + 1 == num_pairs
+            _, valid = tile_keys(
+                indices, first_slot, 2 * i + X, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED == 2, BN
+            )
+            mbarrier.wait(k_full[2 * X], phase)
+            fence_async_shared()
+            s = warpgroup_mma(q_s.index(z), k_s.index(z + 2 * X).permute((1, 0)), s_zero, use_acc=False, is_async=True)
+            mbarrier.wait(k_full[2 * X + 1], phase)
+            fence_async_shared()
+            s = warpgroup_mma(q_s.index(z + 1), k_s.index(z + 2 * X + 1).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            if last:
+                mbarrier.arrive(q_empty, count=1)
+            s = gl.where(valid[None, :], s * scale2, float("-inf"))
+            s_max = gl.max(s, 1)
+            if X == 0:
+                m0 = gl.maximum(m, s_max)
+                p = gl.exp2(s - m0[:, None])
+                mbarrier.wait(p_empty[0], phase ^ 1)
+                p_s[0].store(p.to(dtype))
+                max_s[0].store(m0)
+                fence_async_shared()  # make P visible to wgmma; arrive syncs the warpgroup before it signals
+                mbarrier.arrive(p_full[0], count=1)
+                alpha = gl.exp2(m - m0)
+                acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+                acc_next = warpgroup_mma(p_s[0], k_s.index(z), acc, is_async=True)
+                l = l * alpha + gl.sum(p, 1)
+                acc = warpgroup_mma_wait(0, deps=[acc_next])
+                mbarrier.arrive(k_empty[0], count=1)
+                mbarrier.wait(p_full[1], phase)
+                m1 = max_s[1].load(s_rows)
+                alpha = gl.exp2(m0 - m1)
+                l = l * alpha
+                acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+                mbarrier.wait(k_full[2], phase)
+                fence_async_shared()
+                acc = warpgroup_mma(p_s[1], k_s.index(z + 2), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                if not last:
+                    mbarrier.arrive(k_empty[2], count=1)
+                mbarrier.arrive(p_empty[1], count=1)
+                m = m1
+            else:
+                mbarrier.wait(p_full[0], phase)
+                m0 = max_s[0].load(s_rows)
+                acc = acc * gl.convert_layout(gl.exp2(m - m0), o_rows)[:, None]
+                mbarrier.wait(k_full[1], phase)
+                fence_async_shared()
+                acc_next = warpgroup_mma(p_s[0], k_s.index(z + 1), acc, is_async=True)
+                m1 = gl.maximum(m0, s_max)
+                p = gl.exp2(s - m1[:, None])
+                mbarrier.wait(p_empty[1], phase ^ 1)
+                p_s[1].store(p.to(dtype))
+                max_s[1].store(m1)
+                fence_async_shared()
+                mbarrier.arrive(p_full[1], count=1)
+                l = l * gl.exp2(m - m1) + gl.sum(p, 1)
+                alpha = gl.convert_layout(gl.exp2(m0 - m1), o_rows)
+                acc = warpgroup_mma_wait(0, deps=[acc_next])
+                mbarrier.arrive(k_empty[1], count=1)
+                mbarrier.arrive(p_empty[0], count=1)
+                acc = acc * alpha[:, None]
+                acc = warpgroup_mma(p_s[1], k_s.index(z + 3), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                if not last:
+                    mbarrier.arrive(k_empty[3], count=1)
+                m = m1
+            phase = phase ^ 1
+        # The other side has read the sums of the last task long ago: it has made P for this one since.
+        sum_s[X].store(l)
+        mbarrier.arrive(sum_full[X], count=1)
+        mbarrier.wait(sum_full[1 - X], q_phase)
+        h = group * 64 + gl.arange(0, 64, layout=s_rows)
+        inverse, total = with_sink(m, l + sum_s[1 - X].load(s_rows), sinks, h, h < N, SINKS)
         if X == 0:
-            m0 = gl.maximum(m, s_max)
-            p = gl.exp2(s - m0[:, None])
-            mbarrier.wait(p_empty[0], phase ^ 1)
-            p_s[0].store(p.to(dtype))
-            max_s[0].store(m0)
-            fence_async_shared()  # make P visible to wgmma; arrive syncs the warpgroup before it signals
-            mbarrier.arrive(p_full[0], count=1)
-            alpha = gl.exp2(m - m0)
-            acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
-            acc_next = warpgroup_mma(p_s[0], k_s.index(z), acc, is_async=True)
-            l = l * alpha + gl.sum(p, 1)
-            acc = warpgroup_mma_wait(0, deps=[acc_next])
-            mbarrier.arrive(k_empty[0], count=1)
-            mbarrier.wait(p_full[1], phase)
-            m1 = max_s[1].load(s_rows)
-            alpha = gl.exp2(m0 - m1)
-            l = l * alpha
-            acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
-            mbarrier.wait(k_full[2], phase)
-            fence_async_shared()
-            acc = warpgroup_mma(p_s[1], k_s.index(z + 2), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(k_empty[2], count=1)
-            mbarrier.arrive(p_empty[1], count=1)
-            m = m1
-        else:
-            mbarrier.wait(p_full[0], phase)
-            m0 = max_s[0].load(s_rows)
-            acc = acc * gl.convert_layout(gl.exp2(m - m0), o_rows)[:, None]
-            mbarrier.wait(k_full[1], phase)
-            fence_async_shared()
-            acc_next = warpgroup_mma(p_s[0], k_s.index(z + 1), acc, is_async=True)
-            m1 = gl.maximum(m0, s_max)
-            p = gl.exp2(s - m1[:, None])
-            mbarrier.wait(p_empty[1], phase ^ 1)
-            p_s[1].store(p.to(dtype))
-            max_s[1].store(m1)
-            fence_async_shared()
-            mbarrier.arrive(p_full[1], count=1)
-            l = l * gl.exp2(m - m1) + gl.sum(p, 1)
-            alpha = gl.convert_layout(gl.exp2(m0 - m1), o_rows)
-            acc = warpgroup_mma_wait(0, deps=[acc_next])
-            mbarrier.arrive(k_empty[1], count=1)
-            mbarrier.arrive(p_empty[0], count=1)
-            acc = acc * alpha[:, None]
-            acc = warpgroup_mma(p_s[1], k_s.index(z + 3), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(k_empty[3], count=1)
-            m = m1
-        phase = phase ^ 1
-    sum_s[X].store(l)
-    mbarrier.arrive(sum_full[X], count=1)
-    mbarrier.wait(sum_full[1 - X], 0)
-    h = group * 64 + gl.arange(0, 64, layout=s_rows)
-    inverse, total = with_sink(m, l + sum_s[1 - X].load(s_rows), sinks, h, h < N, SINKS)
-    if X == 0:
-        gl.store(lse + row.to(gl.int64) * N + h, total, mask=h < N)
-    # q is no longer needed (the other warpgroup's sum says that its last S is done): stage the output there, so that the stores to device
-    # memory are whole rows.
-    q_s.index(zero + X).store((acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype))
-    store_heads(out, q_s, row, group, X, zero, N, D)
+            gl.store(lse + row.to(gl.int64) * N + h, total, mask=h < N)
+        # Stage the output in this warpgroup's half of the last tile, so that the stores to device memory are whole rows. Only then may
+        # the half be filled again; the other warpgroup has read it for its S alone, which is long done.
+        staged = k_s.index(num_pairs * zero + 2 + X)
+        staged.store((acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype))
+        store_heads(out, staged, row, group, X, N, D)
+        mbarrier.arrive(k_empty[2 + X], count=1)
+        q_phase = q_phase ^ 1
 
 
-@gluon.jit(do_not_specialize=["rows", "K", "zero", "scale"])
+@gluon.jit(do_not_specialize=["rows", "tasks", "K", "zero", "scale"])
 def hopper_fwd_kernel(
-    q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, zero, scale,
+    q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, tasks, K, zero, scale,
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, SINKS: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    SELECTED: gl.constexpr = COMPRESSED == 2
     DH: gl.constexpr = D // 2
-    GROUPS: gl.constexpr = (N + 63) // 64
     dtype: gl.constexpr = q.dtype.element_ty
-    row = rows - 1 - gl.program_id(0) // GROUPS  # the last queries see most: started first, the grid ends together
-    group = gl.program_id(0) % GROUPS
     scale2 = scale * 1.4426950408889634
-    first_slot = row.to(gl.int64) * K
-    ori_begin, ori_count, cmp_begin, cmp_count, slots = load_ranges(places, used, row, COMPRESSED)
-    ori_tiles = gl.cdiv(ori_count, BN)
-    num_pairs = gl.cdiv(ori_tiles + gl.cdiv(slots, BN), 2)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DH], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DH], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BN], dtype)
@@ -248,6 +294,7 @@ def hopper_fwd_kernel(
     max_s = (gl.allocate_shared_memory(gl.float32, [64], row_layout), gl.allocate_shared_memory(gl.float32, [64], row_layout))
     sum_s = (gl.allocate_shared_memory(gl.float32, [64], row_layout), gl.allocate_shared_memory(gl.float32, [64], row_layout))
     q_full = (new_barrier(128), new_barrier(128))
+    q_empty = new_barrier(2)
     k_full = (new_barrier(128), new_barrier(128), new_barrier(128), new_barrier(128))
     k_empty = (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1))
     p_full = (new_barrier(1), new_barrier(1))
@@ -258,18 +305,16 @@ def hopper_fwd_kernel(
     gl.warp_specialize(
         [
             (consumer, (
-                0, out, lse, sinks, indices, first_slot, row, group, zero, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin,
-                cmp_count, slots, scale2, q_s, k_s, p_s, max_s, sum_s, q_full, k_full, k_empty, p_full, p_empty, sum_full,
-                N, D, SELECTED, SINKS, BN,
+                0, out, lse, sinks, indices, places, used, rows, tasks, K, zero, scale2, q_s, k_s, p_s, max_s, sum_s,
+                q_full, q_empty, k_full, k_empty, p_full, p_empty, sum_full, N, D, COMPRESSED, SINKS, BN,
             )),
             (consumer, (
-                1, out, lse, sinks, indices, first_slot, row, group, zero, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin,
-                cmp_count, slots, scale2, q_s, k_s, p_s, max_s, sum_s, q_full, k_full, k_empty, p_full, p_empty, sum_full,
-                N, D, SELECTED, SINKS, BN,
+                1, out, lse, sinks, indices, places, used, rows, tasks, K, zero, scale2, q_s, k_s, p_s, max_s, sum_s,
+                q_full, q_empty, k_full, k_empty, p_full, p_empty, sum_full, N, D, COMPRESSED, SINKS, BN,
             )),
-            (producer, (
-                q, ori_kv, cmp_kv, indices, first_slot, row, group, zero, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin,
-                cmp_count, slots, q_s, k_s, q_full, k_full, k_empty, N, D, SELECTED, BN,
+            (gather_tasks, (
+                q, ori_kv, cmp_kv, indices, places, used, rows, tasks, K, zero, q_s, k_s, q_full, q_empty, k_full, k_empty,
+                N, D, COMPRESSED, True, BN,
             )),
         ],
         [4, 4],
@@ -284,7 +329,7 @@ def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: boo
         hopper_fwd_kernel,
         types={
             "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "used": "*i32", "out": x,
-            "lse": "*fp32", "rows": "i32", "K": "i32", "zero": "i32", "scale": "fp32",
+            "lse": "*fp32", "rows": "i32", "tasks": "i32", "K": "i32", "zero": "i32", "scale": "fp32",
         },
         consts={"N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BN": BN},
     )  # fmt: skip
@@ -300,7 +345,7 @@ def attention_fwd(
     K = cmp_indices.shape[-1] if cmp_indices is not None else 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    probs = torch.empty(cmp_indices.shape if return_cmp_probs and cmp_indices is not None else 0, dtype=torch.float32, device=q.device)
+    probs = torch.zeros(cmp_indices.shape if return_cmp_probs and cmp_indices is not None else 0, dtype=torch.float32, device=q.device)
     rows, mode = lse.numel() // N, mode_of(cmp_kv, cmp_indices)
     if not rows:
         return out, lse, probs
@@ -312,13 +357,11 @@ def attention_fwd(
     used = used_of(indices, places) if mode == SELECTED else places
     spec = forward_spec(q.dtype, N, D, mode, sinks is not None)
     sinks = lse if sinks is None else sinks.contiguous()
-    grid = (rows * triton.cdiv(N, HEADS),)
-    spec.launch(grid, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, 0, scale)
-    if return_cmp_probs and mode == NONE:
-        probs.zero_()  # there is no entry that a slot could hold
-    elif return_cmp_probs:
-        # A second pass over q . k with the LSE known, half of the forward's products
-        spec = probs_spec(q.dtype, N, D)
-        tasks = rows * triton.cdiv(K, spec.consts["BN"])
-        spec.launch((tasks,), q, cmp_kv, indices, places, lse, probs, tasks, rows, K, scale)
+    tasks = rows * triton.cdiv(N, HEADS)
+    grid = (min(tasks, multiprocessors(q.get_device())),)
+    spec.launch(grid, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, tasks, K, 0, scale)
+    if return_cmp_probs and mode == SELECTED:  # otherwise there is no entry that a slot could hold
+        from sparse_attn.shared_kv.hopper.probs import slot_probs
+
+        probs = slot_probs(q, cmp_kv, indices, places, used, lse, scale)
     return out, lse, probs
