@@ -24,13 +24,11 @@ import triton.language as tl
 
 from kernel_runtime.launch import ON_ASCEND, TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from sparse_attn.compress.core import load_tile, tile_mask, weights
-from sparse_attn.compress.fwd import MAX_ROWS, Tiles, forward_spec, launch_forward
-from sparse_attn.compress.slots import slot_of, slots_of
+from sparse_attn.compress.core import exponentials, load_bias, load_tile, tile_mask
+from sparse_attn.compress.fwd import MAX_ROWS, Tiles, block, forward_spec, launch_forward, stages_of
+from sparse_attn.compress.slots import slot_of, slots_of, slots_spec
 
-PROGRAMS = 48 if ON_ASCEND else 1024
-REDUCE_COLUMNS = 128
-REDUCE_ROWS = 32
+PROGRAMS = 48 if ON_ASCEND else 1024  # of the grid, together; a constant and no property of the device, as sums depend on it
 
 
 @triton.jit
@@ -44,38 +42,44 @@ def _store_tile(x, first, tokens, r, d, value, SERIES: tl.constexpr, D: tl.const
 def compress_bwd_kernel(
     dout, kv, gate, bias, lse, mean, dkv, dgate, partial, slots, count, n, S, E,
     R: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr, PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has BR tokens of a window (all of them where BR >= R), a slice of the channels, and every num_programs(1)-th slot."""
     C: tl.constexpr = 2 if OVERLAP else 1
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
+    b = load_bias(bias, r, d, C - 1, R, D, C)
+    b_last = b
+    if OVERLAP:
+        b_last = load_bias(bias, r, d, 0, R, D, C)
     dbias = tl.zeros([BR, BD], tl.float32)
     dbias_last = tl.zeros([BR, BD], tl.float32)
-    for slot in range(tl.program_id(1), count, tl.num_programs(1)):
+    for slot in tl.range(tl.program_id(1), count, tl.num_programs(1), num_stages=STAGES):
         own, tokens, entry, last = slot_of(slots, slot, n, S, E, R, PACKED)
         live = entry >= 0
         tokens_last = tl.where(last, R, 0)
         # what a tail has no gradient for is not read, but its zeros are written
-        z, v = load_tile(kv, gate, bias, own, tl.where(live, tokens, 0), r, d, C - 1, R, D, C)
+        z, v = load_tile(kv, gate, b, own, tl.where(live, tokens, 0), r, d, C - 1, D, C)
         z_last, v_last = z, v
         if OVERLAP:
-            z_last, v_last = load_tile(kv, gate, bias, own - R, tl.where(live, tokens_last, 0), r, d, 0, R, D, C)
+            z_last, v_last = load_tile(kv, gate, b_last, own - R, tl.where(live, tokens_last, 0), r, d, 0, D, C)
             z_last = tl.where(tokens_last > 0, z_last, float("-inf"))
         row = tl.where(live, entry, 0).to(tl.int64) * D
         on = (d < D) & live
         g = tl.load(dout + row + d, mask=on, other=0.0).to(tl.float32)
         if BR >= R:
-            p, p_last = weights(z, z_last, OVERLAP)
+            p, p_last, total = exponentials(z, z_last, OVERLAP)
             if OVERLAP:
-                m = tl.sum(p * v + p_last * v_last, 0)
+                m = tl.sum(p * v + p_last * v_last, 0) / total
             else:
-                m = tl.sum(p * v, 0)
+                m = tl.sum(p * v, 0) / total
+            g = g / total
         else:
             total = tl.load(lse + row + d, mask=on, other=float("inf"))
             m = tl.load(mean + row + d, mask=on, other=0.0)
-            p = tl.exp(z - total[None, :])
+            p = tl.exp2(z - total[None, :])
             if OVERLAP:
-                p_last = tl.exp(z_last - total[None, :])
+                p_last = tl.exp2(z_last - total[None, :])
             else:
                 p_last = p
         p *= g[None, :]
@@ -104,8 +108,8 @@ def compress_bwd_kernel(
 @triton.jit(do_not_specialize=["groups", "size"])
 def compress_bias_kernel(partial, dbias, groups, size, BG: tl.constexpr, BC: tl.constexpr):
     """partial [groups, size] fp32 -> dbias [size]; a program adds up BC columns, row by row in a fixed order"""
-    for block in range(tl.program_id(0), tl.cdiv(size, BC), tl.num_programs(0)):
-        c = block * BC + tl.arange(0, BC)
+    for columns in range(tl.program_id(0), tl.cdiv(size, BC), tl.num_programs(0)):
+        c = columns * BC + tl.arange(0, BC)
         acc = tl.zeros([BG, BC], tl.float32)
         for g0 in range(0, groups, BG):
             start = partial + tl.cast(g0, tl.int64) * size
@@ -115,11 +119,16 @@ def compress_bias_kernel(partial, dbias, groups, size, BG: tl.constexpr, BC: tl.
 
 
 def backward_tiles(R: int, D: int, overlap: bool) -> Tiles:
-    """The table: as many elements a thread as leave the sums for the bias in registers."""
-    BR = min(MAX_ROWS, triton.next_power_of_2(R))
-    wide = 32 if overlap and BR == MAX_ROWS else 64
-    BD = min(max(wide, 1024 // BR), 256, max(16, triton.next_power_of_2(D)))
-    return Tiles(BR, BD, min(8, max(1, BR * BD // 1024)), PROGRAMS)
+    """The table: 32 elements a thread in the one or two tiles of a window, as the bias and its sums stay in registers as well. Half as many
+    programs for long windows, whose rows of partial sums are long."""
+    BR, BD = block(R, D, overlap, sums=True)
+    programs = PROGRAMS // 2 if BR >= 64 and not ON_ASCEND else PROGRAMS
+    return Tiles(BR, BD, max(1, BR * BD // (512 if overlap else 1024)), programs, stages_of(BR, min(R, BR), overlap))
+
+
+def bias_tile(size: int) -> tuple[int, int]:
+    """BG, BC of the second stage: few columns come with many rows of partial sums, many columns with few."""
+    return (32, 128) if size >= 16384 else (128, 32)
 
 
 @cache
@@ -131,18 +140,18 @@ def backward_spec(dtype: torch.dtype, bias: torch.dtype, R: int, D: int, overlap
             "dout": x, "kv": x, "gate": x, "bias": f"*{TRITON_DTYPE[bias]}", "lse": "*fp32", "mean": "*fp32", "dkv": x, "dgate": x,
             "partial": "*fp32", "slots": "*i32", **dict.fromkeys(("count", "n", "S", "E"), "i32"),
         },
-        consts={"R": R, "D": D, "BR": tiles.BR, "BD": tiles.BD, "OVERLAP": overlap, "PACKED": packed},
+        consts={"R": R, "D": D, "BR": tiles.BR, "BD": tiles.BD, "OVERLAP": overlap, "PACKED": packed, "STAGES": tiles.stages},
         num_warps=tiles.num_warps,
         hot=not packed,  # a pack's slots are read from memory one by one, which counts as a scalar loop
     )  # fmt: skip
 
 
 @cache
-def bias_spec(bias: torch.dtype) -> Spec:
+def bias_spec(bias: torch.dtype, BG: int, BC: int) -> Spec:
     return Spec(
         compress_bias_kernel,
         types={"partial": "*fp32", "dbias": f"*{TRITON_DTYPE[bias]}", "groups": "i32", "size": "i32"},
-        consts={"BG": REDUCE_ROWS, "BC": REDUCE_COLUMNS},
+        consts={"BG": BG, "BC": BC},
         num_warps=4,
         hot=True,
     )
@@ -172,20 +181,26 @@ def compress_bwd(
     if slots is None:
         slots = torch.empty(1, dtype=torch.int32, device=kv.device)
     spec.launch((slices, groups, chunks), dout, kv, gate, bias, lse, mean, dkv, dgate, partial, slots, count, n, S, E)
-    columns = triton.cdiv(bias.numel(), REDUCE_COLUMNS)
-    bias_spec(bias.dtype).launch((min(columns, PROGRAMS),), partial, dbias, groups, bias.numel())
+    BG, BC = bias_tile(bias.numel())
+    programs = min(triton.cdiv(bias.numel(), BC), backward_tiles(ratio, D, overlap).programs)
+    bias_spec(bias.dtype, BG, BC).launch((programs,), partial, dbias, groups, bias.numel())
     return dkv, dgate, dbias
 
 
 def specs(shape: ModelShape) -> Iterator[Spec]:
     """Both directions of the compressors of a model: the smallest ratio overlaps (CSA: of keys and of the indexer's keys), others not."""
     dtype = {name: dtype for dtype, name in TRITON_DTYPE.items()}[shape.dtype]
+    tiles = set()
     for ratio in shape.ratios:
         overlap = ratio == min(shape.ratios)
         for D in dict.fromkeys((shape.head_dim, shape.index_dim) if overlap else (shape.head_dim,)):
+            tiles.add(bias_tile(ratio * D * (2 if overlap else 1)))
             for packed in (False, True):
                 yield forward_spec(dtype, torch.float32, ratio, D, overlap, packed)
                 yield backward_spec(dtype, torch.float32, ratio, D, overlap, packed)
                 if ratio > MAX_ROWS:
                     yield forward_spec(dtype, torch.float32, ratio, D, overlap, packed, lse=True)
-    yield bias_spec(torch.float32)
+    yield slots_spec(tails=False)
+    yield slots_spec(tails=True)
+    for BG, BC in sorted(tiles):
+        yield bias_spec(torch.float32, BG, BC)
