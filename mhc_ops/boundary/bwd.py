@@ -25,13 +25,13 @@ from mhc_ops.project.fwd import STREAM_DTYPE
 @triton.jit(do_not_specialize=["groups"])
 def reduce_expand_bwd_kernel(
     dfn_part, dgate_part, dfn, dbase, dscale, dout, f, x, post, comb, df, dx, dpost, dcomb, groups,
-    N: tl.constexpr, D: tl.constexpr, M: tl.constexpr, S: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, M: tl.constexpr, S: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = M * ((N * D + BK - 1) // BK) + 1
     pid = tl.program_id(0)
     if pid < tiles:
-        reduce_tile(pid, dfn_part, dgate_part, dfn, dbase, dscale, groups, N * D, M, S, C, BK)
+        reduce_tile(pid, dfn_part, dgate_part, dfn, dbase, dscale, groups, N * D, M, S, L, BK)
     else:
         expand_bwd_program(pid - tiles, dout, f, x, post, comb, df, dx, dpost, dcomb, N, D, R, W, STAGES)
 
@@ -42,8 +42,9 @@ def reduce_expand_bwd_spec(dtype: torch.dtype, n: int, d: int) -> Spec:
     types = dict.fromkeys(("dfn_part", "dgate_part", "dfn", "dbase", "dscale"), "*fp32")
     types |= {"dout": stream, "f": stream, "x": stream, "post": "*fp32", "comb": "*fp32", "df": stream, "dx": stream}
     types |= {"dpost": "*fp32", "dcomb": "*fp32", "groups": "i32"}
-    consts = {"N": n, "D": d, "M": m, "S": 3, "C": gate_width(m, 3), "BK": REDUCE_BLOCK, **tile(dtype, n)}
-    return Spec(reduce_expand_bwd_kernel, types=types, consts=consts, num_warps=2, hot=True, targets=("cuda", "hip"))
+    sizes, warps = tile(dtype, n, d)
+    consts = {"N": n, "D": d, "M": m, "S": 3, "L": gate_width(m, 3), "BK": REDUCE_BLOCK, **sizes}
+    return Spec(reduce_expand_bwd_kernel, types=types, consts=consts, num_warps=warps, hot=True, targets=("cuda", "hip"))
 
 
 def post_pre_bwd(
@@ -61,8 +62,10 @@ def post_pre_bwd(
         return torch.empty_like(f), dx, torch.empty_like(post), torch.empty_like(comb), dfn, dscale, dbase, dpre_mix
     dstreams = None if dstreams is None else dstreams.contiguous()
     dy, dpre, dpost_out, dcomb_out = site_gradients(dy, dpre, dpost_out, dcomb_out, x, mixes)
-    pre, dz, crms, dpre_mix = gates_dpre(dy, dpre, dpost_out, dcomb_out, streams, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention)
-    total, dfn_part, dgate_part = dx_dfn(dstreams, dy, streams, pre, dz, crms, rstd, scale, fn, 3)
+    pre, gates, dpre_mix = gates_dpre(
+        dy, dpre, dpost_out, dcomb_out, streams, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention
+    )  # fmt: skip
+    total, dfn_part, dgate_part = dx_dfn(dstreams, dy, streams, pre, *gates, fn, 3)
     if x.device.type == "npu":
         dfn, dbase, dscale = reduce(dfn_part, dgate_part, fn, 3)
         return *post_bwd(total, f, x, post, comb), dfn, dscale, dbase, dpre_mix

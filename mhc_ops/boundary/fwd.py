@@ -56,7 +56,7 @@ def expand_split_spec(dtype: torch.dtype, n: int, d: int, pre_mix: bool, npu: bo
         "N": n, "D": d, "M": m, "C": part_width(m), "COLLAPSE": pre_mix, "SPLIT": split, "BD": block_d(n, npu), "BK": SPLIT_BLOCK,
         "LOOP": npu,
     }  # fmt: skip
-    return Spec(expand_split_kernel, types=types, consts=consts, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
+    return Spec(expand_split_kernel, types=types, consts=consts, num_warps=2, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
 
 
 def post_pre_fwd(f, x, post, comb, fn, scale, base, pre_mix, iters, hc_eps, norm_eps, convention):

@@ -6,7 +6,7 @@ from kernel_runtime.launch import Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.head.fwd import forward_specs
 from mhc_ops.pre.bwd import gates_dpre, gates_dpre_spec, no_tokens
-from mhc_ops.project.bwd import dx_dfn, dx_dfn_spec, gate_width, reduce, reduce_spec
+from mhc_ops.project.bwd import dx_dfn, dx_dfn_spec, reduce, reduce_spec
 from mhc_ops.project.fwd import STREAM_DTYPE
 
 
@@ -14,8 +14,8 @@ def head_bwd(dh, x, fn, scale, base, mixes, rstd, hc_eps, norm_eps):
     dh, x, fn, scale, base = dh.contiguous(), x.contiguous(), fn.contiguous(), scale.contiguous(), base.contiguous()
     if not x.numel():
         return no_tokens(x, fn, scale, base, None)[:4]
-    weights, dz, crms, _ = gates_dpre(dh, None, mixes, mixes, x, scale, base, None, mixes, rstd, 1, hc_eps, "v4")
-    dx, dfn_part, dgate_part = dx_dfn(None, dh, x, weights, dz, crms, rstd, scale, fn, 1)
+    weights, gates, _ = gates_dpre(dh, None, mixes, mixes, x, scale, base, None, mixes, rstd, 1, hc_eps, "v4")
+    dx, dfn_part, dgate_part = dx_dfn(None, dh, x, weights, *gates, fn, 1)
     dfn, dbase, dscale = reduce(dfn_part, dgate_part, fn, 1)
     return dx, dfn, dscale, dbase
 
@@ -26,5 +26,5 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     yield from forward_specs(shape)
     for npu in (False, True):
         yield gates_dpre_spec(dtype, n, d, n, 1, "v4", False, False, npu)
-        yield dx_dfn_spec(dtype, n, d, n, 1, gate_width(n, 1), 1, False, True, npu)
+        yield dx_dfn_spec(dtype, n, d, n, 1, False, True, npu)
     yield reduce_spec(n, n * d, 1)

@@ -81,10 +81,11 @@ def post_bwd_kernel(
     expand_bwd_program(tl.program_id(0), dout, f, x, post, comb, df, dx, dpost, dcomb, N, D, R, W, STAGES)
 
 
-def tile(dtype: torch.dtype, n: int) -> dict[str, int]:
-    """R, W and STAGES: 16-byte loads, fewer columns a thread where N*N accumulators take the registers."""
+def tile(dtype: torch.dtype, n: int, d: int) -> tuple[dict[str, int], int]:
+    """R, W and STAGES, and warps: 16-byte loads, fewer columns a thread where N*N accumulators take the registers."""
     width = 8 if n <= 4 and dtype != torch.float32 else 4
-    return {"R": 64, "W": width, "STAGES": 4 if n <= 4 else 2}
+    rows, stages = (64, 4) if d > 2560 else (32, 3)
+    return {"R": rows, "W": width, "STAGES": stages if n <= 4 else 2}, rows // 32
 
 
 @cache
@@ -95,7 +96,8 @@ def post_bwd_spec(dtype: torch.dtype, n: int, d: int, npu: bool = False) -> Spec
     if npu:
         consts = {"N": n, "D": d, **ascend.tile(n)}
         return Spec(ascend.post_bwd_ascend_kernel, types={**types, "T": "i32"}, consts=consts, hot=True, targets=("ascend",))
-    return Spec(post_bwd_kernel, types=types, consts={"N": n, "D": d, **tile(dtype, n)}, num_warps=2, hot=True, targets=("cuda", "hip"))
+    sizes, warps = tile(dtype, n, d)
+    return Spec(post_bwd_kernel, types=types, consts={"N": n, "D": d, **sizes}, num_warps=warps, hot=True, targets=("cuda", "hip"))
 
 
 def post_bwd(

@@ -2,7 +2,7 @@
 
 In the first launch some programs take the gradient of post and comb through the gates (the iterations run again, only row and column
 sums are kept) while the others, one token each, contract dy with the streams to dpre and finish the columns of `pre` themselves, the
-only ones that need it. dz and crms as in mhc_ops/project/bwd.py; crms has a row from each kind of program, [2, T].
+only ones that need it. dz, dp and crms as in mhc_ops/project/bwd.py; crms has a row from each kind of program, [2, T].
 """
 
 from collections.abc import Iterator
@@ -19,18 +19,18 @@ from mhc_ops.gates.bwd import block_tokens
 from mhc_ops.gates.core import comb_mask, gate_pre, gates_block_bwd, load_block, token_mask
 from mhc_ops.library import mix_columns
 from mhc_ops.pre.fwd import forward_specs
-from mhc_ops.project.bwd import dx_dfn, dx_dfn_spec, gate_width, reduce, reduce_spec
-from mhc_ops.project.core import gather_scalars, load_streams, row_grid
+from mhc_ops.project.bwd import crms_rows, dp_buffers, dx_dfn, dx_dfn_spec, gate_width, reduce, reduce_spec
+from mhc_ops.project.core import gather_scalars, load_streams, row_grid, store_dp
 from mhc_ops.project.fwd import STREAM_DTYPE
 
 
 @triton.jit
 def site_bwd_program(
-    p, mixes, rstd, scale, base, dpost, dcomb, dz, crms, T, hc_eps,
+    p, mixes, rstd, scale, base, dpost, dcomb, dz, dp, pieces, crms, T, hc_eps,
     N: tl.constexpr, P: tl.constexpr, K: tl.constexpr, M: tl.constexpr, L: tl.constexpr,
     ITERS: tl.constexpr, H: tl.constexpr, PAPER: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """The columns of post and comb of dz for BT tokens, their two columns of dscale, and their share of crms (row 0)"""
+    """The columns of post and comb of dz and dp for BT tokens, their two columns of dscale, and their share of crms (row 0)"""
     first = p * BT
     row = first.to(tl.int64)
     t = tl.arange(0, BT)
@@ -51,16 +51,23 @@ def site_bwd_program(
     tl.store(out + M + 1, post_sum, mask=live)
     tl.store(out + M + 2, comb_sum, mask=live)
     r = tl.load(rstd + row + t, mask=live, other=0.0)
-    tl.store(crms + row + t, -(post_sum * tl.load(scale + 1) + comb_sum * tl.load(scale + 2)) * r * r * (1.0 / K), mask=live)
+    post_factor = r * tl.load(scale + 1)
+    comb_factor = r * tl.load(scale + 2)
+    plane = T.to(tl.int64) * L
+    at = row * L + t * L
+    store_dp(dp, pieces, plane, at[:, None] + N + i[None, :], z_post * post_factor[:, None], on)
+    three = at[:, None, None] + 2 * N + i[None, :, None] * N + i[None, None, :]
+    store_dp(dp, pieces, plane, three, z_comb * comb_factor[:, None, None], comb_mask(live, N, P))
+    tl.store(crms + row + t, -(post_sum * post_factor + comb_sum * comb_factor) * r * (1.0 / K), mask=live)
 
 
 @triton.jit
 def token_bwd_program(
-    t, dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, crms, hc_eps,
+    t, dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, dp, pieces, plane, crms, hc_eps,
     N: tl.constexpr, P: tl.constexpr, D: tl.constexpr, M: tl.constexpr, L: tl.constexpr,
     PAPER: tl.constexpr, HAS_DPRE: tl.constexpr, PRE_MIX: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """d(pre)[n] = sum_d dy[d] * x[n, d] of one token, the columns of pre of dz, their column of dscale, and their crms.
+    """d(pre)[n] = sum_d dy[d] * x[n, d] of one token, the columns of pre of dz and dp, their column of dscale, and their crms.
 
     [R, W] tiles keep the sums in a thread until the end of D. With PRE_MIX the sums are the gradient of pre_mix instead.
     """
@@ -114,12 +121,13 @@ def token_bwd_program(
     part = tl.sum(tl.where(mi, h * a, 0.0), 0)
     tl.store(dz + t64 * L + M, part)
     r = tl.load(rstd + t64)
+    store_dp(dp, pieces, plane, t64 * L + i, h * (scale0 * r), mi)
     tl.store(crms + t64, -part * scale0 * r * r * (1.0 / (N * D)))
 
 
 @triton.jit(do_not_specialize=["T", "site_programs", "hc_eps"])
 def gates_dpre_kernel(
-    dy, x, dpre, dpost, dcomb, mixes, rstd, scale, base, pre, dpre_mix, dz, crms, T, site_programs, hc_eps,
+    dy, x, dpre, dpost, dcomb, mixes, rstd, scale, base, pre, dpre_mix, dz, dp, pieces, crms, T, site_programs, hc_eps,
     N: tl.constexpr, P: tl.constexpr, D: tl.constexpr, M: tl.constexpr, L: tl.constexpr, CRMS: tl.constexpr,
     ITERS: tl.constexpr, H: tl.constexpr, PAPER: tl.constexpr, HAS_DPRE: tl.constexpr, PRE_MIX: tl.constexpr,
     BT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
@@ -127,26 +135,27 @@ def gates_dpre_kernel(
     """CRMS 2: a site, with its post and comb; 1: the head, which has `pre` alone (its own sigmoid always has the eps)"""
     pid = tl.program_id(0)
     own = crms + (CRMS - 1) * T.to(tl.int64)
+    plane = T.to(tl.int64) * L
     if LOOP:
         if CRMS == 2:
             for step in range(tl.cdiv(site_programs - pid, tl.num_programs(0))):
                 site_bwd_program(
-                    pid + step * tl.num_programs(0), mixes, rstd, scale, base, dpost, dcomb, dz, crms, T, hc_eps,
+                    pid + step * tl.num_programs(0), mixes, rstd, scale, base, dpost, dcomb, dz, dp, pieces, crms, T, hc_eps,
                     N, P, N * D, M, L, ITERS, H, PAPER, BT,
                 )  # fmt: skip
         for step in range(tl.cdiv(T - pid, tl.num_programs(0))):
             token_bwd_program(
-                pid + step * tl.num_programs(0), dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, own, hc_eps,
+                pid + step * tl.num_programs(0), dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, dp, pieces, plane, own, hc_eps,
                 N, P, D, M, L, PAPER, HAS_DPRE, PRE_MIX, R, W, STAGES,
             )  # fmt: skip
     elif pid < site_programs:
         if CRMS == 2:
             site_bwd_program(
-                pid, mixes, rstd, scale, base, dpost, dcomb, dz, crms, T, hc_eps, N, P, N * D, M, L, ITERS, H, PAPER, BT
+                pid, mixes, rstd, scale, base, dpost, dcomb, dz, dp, pieces, crms, T, hc_eps, N, P, N * D, M, L, ITERS, H, PAPER, BT
             )  # fmt: skip
     else:
         token_bwd_program(
-            pid - site_programs, dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, own, hc_eps,
+            pid - site_programs, dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, dp, pieces, plane, own, hc_eps,
             N, P, D, M, L, PAPER, HAS_DPRE, PRE_MIX, R, W, STAGES,
         )  # fmt: skip
 
@@ -158,18 +167,19 @@ def gates_dpre_spec(
     """m = mix_columns(n): a site; m = n: the head"""
     stream, scales = f"*{TRITON_DTYPE[dtype]}", 1 if m == n else 3
     types = {"dy": stream, "x": stream}
-    names = ("dpre", "dpost", "dcomb", "mixes", "rstd", "scale", "base", "pre", "dpre_mix", "dz", "crms")
-    types |= {**dict.fromkeys(names, "*fp32"), "T": "i32", "site_programs": "i32", "hc_eps": "fp32"}
+    names = ("dpre", "dpost", "dcomb", "mixes", "rstd", "scale", "base", "pre", "dpre_mix", "dz", "dp")
+    types |= {**dict.fromkeys(names, "*fp32"), "pieces": "*bf16", "crms": "*fp32", "T": "i32", "site_programs": "i32", "hc_eps": "fp32"}
     consts = {
-        "N": n, "P": triton.next_power_of_2(n), "D": d, "M": m, "L": gate_width(m, scales), "CRMS": 1 if m == n else 2,
+        "N": n, "P": triton.next_power_of_2(n), "D": d, "M": m, "L": gate_width(m, scales), "CRMS": crms_rows(scales),
         "ITERS": iters, "H": triton.next_power_of_2(iters), "PAPER": convention == "paper", "HAS_DPRE": has_dpre, "PRE_MIX": pre_mix,
-        "BT": block_tokens(n), "R": 128 if npu else 32, "W": 8 if dtype != torch.float32 else 4, "STAGES": 1 if npu else 4, "LOOP": npu,
+        "BT": block_tokens(n), "R": 128 if npu else 32, "W": 8 if dtype != torch.float32 else 4, "STAGES": 1 if npu else 3, "LOOP": npu,
     }  # fmt: skip
     return Spec(gates_dpre_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
 
 
 def gates_dpre(dy, dpre, dpost, dcomb, x, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention):
-    """Launches gates_dpre_kernel. Returns pre (what collapsed the streams) [T, N], dz [T, L], crms [1 or 2, T], dpre_mix."""
+    """Launches gates_dpre_kernel. Returns pre (what collapsed the streams) [T, N], what dx_dfn takes next (dz, dp, its pieces, crms),
+    and dpre_mix."""
     n, d = x.shape[-2:]
     tokens = x.numel() // (n * d)
     m = base.shape[0]
@@ -179,6 +189,7 @@ def gates_dpre(dy, dpre, dpost, dcomb, x, scale, base, pre_mix, mixes, rstd, ite
     rows = spec.consts["CRMS"]
     sites = triton.cdiv(tokens, spec.consts["BT"]) if rows == 2 else 0
     dz = torch.empty((tokens, spec.consts["L"]), dtype=f32, device=device)
+    dp, pieces = dp_buffers(tokens, spec.consts["L"], device)
     crms = torch.empty((rows, tokens), dtype=f32, device=device)
     if pre_mix is None:
         pre = torch.empty((tokens, n), dtype=f32, device=device)
@@ -187,9 +198,9 @@ def gates_dpre(dy, dpre, dpost, dcomb, x, scale, base, pre_mix, mixes, rstd, ite
         pre, dpre_mix = pre_mix, torch.empty_like(pre_mix)
     spec.launch(
         (row_grid(device, sites + tokens),), dy, x, mixes if dpre is None else dpre, dpost, dcomb, mixes, rstd, scale, base, pre,
-        pre if pre_mix is None else dpre_mix, dz, crms, tokens, sites, hc_eps,
+        pre if pre_mix is None else dpre_mix, dz, dp, pieces, crms, tokens, sites, hc_eps,
     )  # fmt: skip
-    return pre, dz, crms, dpre_mix
+    return pre, (dz, dp, pieces, crms), dpre_mix
 
 
 def given(grad: torch.Tensor | None, shape, like: torch.Tensor) -> torch.Tensor:
@@ -217,8 +228,8 @@ def pre_bwd(dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, mixes, rstd, it
     if not x.numel():
         return no_tokens(x, fn, scale, base, pre_mix)
     dy, dpre, dpost, dcomb = site_gradients(dy, dpre, dpost, dcomb, x, mixes)
-    pre, dz, crms, dpre_mix = gates_dpre(dy, dpre, dpost, dcomb, x, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention)
-    dx, dfn_part, dgate_part = dx_dfn(None, dy, x, pre, dz, crms, rstd, scale, fn, 3)
+    pre, gates, dpre_mix = gates_dpre(dy, dpre, dpost, dcomb, x, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention)
+    dx, dfn_part, dgate_part = dx_dfn(None, dy, x, pre, *gates, fn, 3)
     dfn, dbase, dscale = reduce(dfn_part, dgate_part, fn, 3)
     return dx, dfn, dscale, dbase, dpre_mix
 
@@ -230,7 +241,7 @@ def site_bwd_specs(shape: ModelShape, add: bool) -> Iterator[Spec]:
     for npu in (False, True):
         for single_pass in (False, True):
             yield gates_dpre_spec(dtype, n, d, m, shape.sinkhorn_iters, "v4", single_pass, single_pass, npu)
-        yield dx_dfn_spec(dtype, n, d, m, 3, gate_width(m, 3), 2, add, True, npu)
+        yield dx_dfn_spec(dtype, n, d, m, 3, add, True, npu)
 
 
 def specs(shape: ModelShape) -> Iterator[Spec]:

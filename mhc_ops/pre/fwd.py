@@ -21,7 +21,7 @@ from mhc_ops.project.core import row_grid
 from mhc_ops.project.fwd import STREAM_DTYPE, max_split, part_width, partial_specs, project_partials
 
 BLOCK_TOKENS = 8
-BLOCK_D = 1024
+BLOCK_D = 512
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """Backward of the projection, with what the collapse adds to dx, since both read the streams: kernels, specialisations, launchers.
 
     dx[n] = dx_in[n] + pre[n] * dy + sum_c dp[c] * fn[c, n] + crms * x[n]         dfn[c] = sum_t dp[t, c] * x[t]
-    dp[c] = dz[c] * scale[group of c] * rstd,  crms = -rstd^2 / K * sum_c d(mixes)[c] * mixes[c]   (the way through rstd)
+    dp[c] = d(mixes)[c] * rstd,  crms = -rstd^2 / K * sum_c d(mixes)[c] * mixes[c]   (the way through rstd)
 
-dz [T, L] fp32 holds the gradient of the logits of the gates in its first M columns and, for S scales, what sums over tokens to dscale in
-columns M..M+S-1, so that one sum over tokens gives dbase and dscale. S = 0: no gates behind the projection, dz is d(mixes).
+Where gates are behind the projection, with S scales, dz [T, L] fp32 holds the gradient of their logits in its first M columns and what
+sums over tokens to dscale in columns M..M+S-1, so that one sum over tokens gives dbase and dscale.
 Sums over tokens have two stages in a fixed order, no atomics: two runs are bit-equal.
 """
 
@@ -19,104 +19,127 @@ from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.library import mix_columns
-from mhc_ops.project.core import dot_exact, padded, parallelism
+from mhc_ops.project.core import dot_exact, padded, parallelism, store_dp
 from mhc_ops.project.fwd import STREAM_DTYPE, forward_specs
 
 REDUCE_BLOCK = 1024
-CRMS_TOKENS = 32
+DP_TOKENS = 32
 
 
 @triton.jit(do_not_specialize=["T"])
-def crms_kernel(dmixes, mixes, rstd, crms, T, K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BT: tl.constexpr):
+def dp_kernel(dmixes, mixes, rstd, dp, pieces, crms, T, K: tl.constexpr, M: tl.constexpr, L: tl.constexpr, BT: tl.constexpr):
+    """dp [T, L], its pieces and crms [T] of d(mixes) [T, M]"""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
-    c = tl.arange(0, C)
+    c = tl.arange(0, L)
     on = (t < T)[:, None] & (c < M)[None, :]
     at = t.to(tl.int64)[:, None] * M + c[None, :]
-    total = tl.sum(tl.load(dmixes + at, mask=on, other=0.0) * tl.load(mixes + at, mask=on, other=0.0), 1)
+    g = tl.load(dmixes + at, mask=on, other=0.0)
+    total = tl.sum(g * tl.load(mixes + at, mask=on, other=0.0), 1)
     r = tl.load(rstd + t, mask=t < T, other=0.0)
+    store_dp(dp, pieces, T.to(tl.int64) * L, t.to(tl.int64)[:, None] * L + c[None, :], g * r[:, None], on)
     tl.store(crms + t, -total * r * r * (1.0 / K), mask=t < T)
+
+
+@triton.jit
+def gate_sums(g, groups, dz, dgate_part, T, M: tl.constexpr, S: tl.constexpr, L: tl.constexpr, BT: tl.constexpr):
+    """First stage of d(base) and d(scale): row g of dgate_part [groups, L] sums every groups-th block of tokens of dz"""
+    c = tl.arange(0, L)
+    at = tl.arange(0, BT)[:, None] * L + c[None, :]
+    on = (c < M + S)[None, :]
+    acc = tl.zeros((BT, L), tl.float32)
+    for block in range(tl.cdiv(tl.cdiv(T, BT) - g, groups)):
+        first = (g + block * groups) * BT
+        acc += tl.load(dz + first.to(tl.int64) * L + at, mask=on & (tl.arange(0, BT) < T - first)[:, None], other=0.0)
+    tl.store(dgate_part + g * L + c, tl.sum(acc, 0), mask=c < M + S)
 
 
 @triton.jit(do_not_specialize=["T"])
 def dx_dfn_kernel(
-    dx_in, dy, x, pre, dz, crms, rstd, scale, fn, dx, dfn_part, dgate_part, T,
-    N: tl.constexpr, D: tl.constexpr, M: tl.constexpr, S: tl.constexpr, L: tl.constexpr, C: tl.constexpr, CRMS: tl.constexpr,
-    ADD: tl.constexpr, DY: tl.constexpr, MODE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    dx_in, dy, x, pre, dz, dp, pieces, crms, fn, dx, dfn_part, dgate_part, T,
+    N: tl.constexpr, D: tl.constexpr, M: tl.constexpr, S: tl.constexpr, L: tl.constexpr, CRMS: tl.constexpr,
+    ADD: tl.constexpr, DY: tl.constexpr, MODE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, GATE_BT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns BN columns of ONE stream, keeps their part of fn, and walks over every num_programs(1)-th block of tokens: x is read
     once for both products. (All streams in one program would let the caller skip storing dx_in, but needs too many registers.)
+    dp comes finished from memory, in fp32 and in two bf16 pieces [2, T, L], so that it is loaded straight into the operands of the
+    products: one array with two uses is not staged ahead, and converting it between them costs barriers. With gates (S > 0) the first
+    column of programs sums dz instead.
 
     MODE "tf32": dp @ fn as one tf32 product (beats three bf16 ones), dp^T @ x with dp in two bf16 pieces, for bf16 streams on a GPU.
     MODE "bf16": three bf16 products instead of the tf32 one.  MODE "exact": everything in fp32.
     """
     g = tl.program_id(1)
-    blocks: tl.constexpr = (D + BN - 1) // BN
-    K: tl.constexpr = N * D
-    n = tl.program_id(0) // blocks
-    d = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
-    md = d < D
-    col = n * D + d
-    c = tl.arange(0, C)
-    w = tl.load(fn + c[:, None] * K + col[None, :], mask=(c < M)[:, None] & md[None, :], other=0.0)
-    if MODE == "bf16":
-        w_high = w.to(tl.bfloat16)
-        w_low = (w - w_high.to(tl.float32)).to(tl.bfloat16)
-    if S == 3:
-        factor = tl.where(c < N, tl.load(scale), tl.where(c < 2 * N, tl.load(scale + 1), tl.load(scale + 2)))
-        factor = tl.where(c < M, factor, 0.0)
-    elif S == 1:
-        factor = tl.where(c < M, tl.load(scale), 0.0)
-    acc = tl.zeros((C, BN), tl.float32)
-    gate = tl.zeros((BT, C), tl.float32)
-    for tb in tl.range(g, tl.cdiv(T, BT), tl.num_programs(1), num_stages=STAGES):
-        t = tb * BT + tl.arange(0, BT)
-        mt = t < T
-        on = mt[:, None] & md[None, :]
-        at = t.to(tl.int64)[:, None] * K + col[None, :]
-        xt = tl.load(x + at, mask=on, other=0.0)
-        if ADD:
-            add = tl.load(dx_in + at, mask=on, other=0.0)
-        if DY:
-            yt = tl.load(dy + t.to(tl.int64)[:, None] * D + d[None, :], mask=on, other=0.0)
-        zt = tl.load(dz + t.to(tl.int64)[:, None] * L + c[None, :], mask=mt[:, None] & (c < M + S)[None, :], other=0.0)
-        r = tl.load(rstd + t, mask=mt, other=0.0)
-        if S > 0:
-            gate += zt
-            p = zt * (factor[None, :] * r[:, None])
-        else:
-            p = zt * r[:, None]
-        if MODE == "exact":
-            acc = dot_exact(tl.trans(p), xt, acc)
-            v = dot_exact(p, w, tl.zeros((BT, BN), tl.float32))
-        else:
-            high = p.to(tl.bfloat16)
-            low = (p - high.to(tl.float32)).to(tl.bfloat16)
-            acc = dot(tl.trans(high), xt, acc)
-            acc = dot(tl.trans(low), xt, acc)
-            if MODE == "tf32":
-                v = tl.dot(p, w, input_precision="tf32")
-            else:
-                v = dot(high, w_high, tl.zeros((BT, BN), tl.float32))
-                v = dot(low, w_high, v)
-                v = dot(high, w_low, v)
-        cr = tl.load(crms + t, mask=mt, other=0.0)
-        if CRMS == 2:
-            cr += tl.load(crms + T + t, mask=mt, other=0.0)
-        v += cr[:, None] * xt.to(tl.float32)
-        if DY:
-            v += tl.load(pre + t.to(tl.int64) * N + n, mask=mt, other=0.0)[:, None] * yt.to(tl.float32)
-        if ADD:
-            v += add.to(tl.float32)
-        tl.store(dx + at, v.to(dx.dtype.element_ty), mask=on)
-    tl.store(dfn_part + (g * M + c)[:, None].to(tl.int64) * K + col[None, :], acc, mask=(c < M)[:, None] & md[None, :])
+    groups = tl.num_programs(1)
+    pid = tl.program_id(0)
     if S > 0:
-        tl.store(dgate_part + g * C + c, tl.sum(gate, 0), mask=(c < M + S) & (tl.program_id(0) == 0))
+        pid -= 1
+    if pid < 0:
+        if S > 0:
+            gate_sums(g, groups, dz, dgate_part, T, M, S, L, GATE_BT)
+    else:
+        blocks: tl.constexpr = (D + BN - 1) // BN
+        K: tl.constexpr = N * D
+        n = pid // blocks
+        d = (pid % blocks) * BN + tl.arange(0, BN)
+        md = d < D
+        col = n * D + d
+        c = tl.arange(0, L)
+        w = tl.load(fn + c[:, None] * K + col[None, :], mask=(c < M)[:, None] & md[None, :], other=0.0)
+        if MODE == "bf16":
+            w_high = w.to(tl.bfloat16)
+            w_low = (w - w_high.to(tl.float32)).to(tl.bfloat16)
+        row = tl.arange(0, BT)
+        # offsets within a block of tokens do not change: only scalars advance in the loop
+        at = row[:, None] * K + col[None, :]
+        at_y = row[:, None] * D + d[None, :]
+        at_p = row[:, None] * L + c[None, :]
+        at_t = row[None, :] * L + c[:, None]
+        plane = T.to(tl.int64) * L
+        acc = tl.zeros((L, BN), tl.float32)
+        for tb in tl.range(g, tl.cdiv(T, BT), groups, num_stages=STAGES):
+            first = tb * BT
+            first64 = tl.cast(first, tl.int64)
+            mt = row < T - first
+            on = mt[:, None] & md[None, :]
+            xt = tl.load(x + first64 * K + at, mask=on, other=0.0)
+            if ADD:
+                add = tl.load(dx_in + first64 * K + at, mask=on, other=0.0)
+            if DY:
+                yt = tl.load(dy + first64 * D + at_y, mask=on, other=0.0)
+            on_p = mt[:, None] & (c < M)[None, :]
+            if MODE == "exact":
+                p = tl.load(dp + first64 * L + at_p, mask=on_p, other=0.0)
+                acc = dot_exact(tl.trans(p), xt, acc)
+                v = dot_exact(p, w, tl.zeros((BT, BN), tl.float32))
+            else:
+                # loaded as [L, BT]: a transposition after the load would not be staged ahead
+                high = tl.load(pieces + first64 * L + at_t, mask=mt[None, :] & (c < M)[:, None], other=0.0)
+                low = tl.load(pieces + plane + first64 * L + at_t, mask=mt[None, :] & (c < M)[:, None], other=0.0)
+                acc = dot(high, xt, acc)
+                acc = dot(low, xt, acc)
+                if MODE == "tf32":
+                    v = tl.dot(tl.load(dp + first64 * L + at_p, mask=on_p, other=0.0), w, input_precision="tf32")
+                else:
+                    v = dot(tl.trans(high), w_high, tl.zeros((BT, BN), tl.float32))
+                    v = dot(tl.trans(low), w_high, v)
+                    v = dot(tl.trans(high), w_low, v)
+            cr = tl.load(crms + first + row, mask=mt, other=0.0)
+            if CRMS == 2:
+                cr += tl.load(crms + T + first + row, mask=mt, other=0.0)
+            v += cr[:, None] * xt.to(tl.float32)
+            if DY:
+                v += tl.load(pre + first64 * N + n + row * N, mask=mt, other=0.0)[:, None] * yt.to(tl.float32)
+            if ADD:
+                v += add.to(tl.float32)
+            tl.store(dx + first64 * K + at, v.to(dx.dtype.element_ty), mask=on)
+        tl.store(dfn_part + (g * M + c)[:, None].to(tl.int64) * K + col[None, :], acc, mask=(c < M)[:, None] & md[None, :])
 
 
 @triton.jit
 def reduce_tile(
     p, dfn_part, dgate_part, dfn, dbase, dscale, groups,
-    K: tl.constexpr, M: tl.constexpr, S: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, M: tl.constexpr, S: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Second stage of the sums over tokens; tile M * cdiv(K, BK) adds up d(gate), those before it d(fn)."""
     blocks: tl.constexpr = (K + BK - 1) // BK
@@ -128,10 +151,10 @@ def reduce_tile(
             acc += tl.load(dfn_part + tl.cast(g, tl.int64) * M * K + at, mask=on, other=0.0)
         tl.store(dfn + at, acc, mask=on)
     elif S > 0:
-        c = tl.arange(0, C)
-        gate = tl.zeros((C,), tl.float32)
+        c = tl.arange(0, L)
+        gate = tl.zeros((L,), tl.float32)
         for g in range(groups):
-            gate += tl.load(dgate_part + g * C + c, mask=c < M + S, other=0.0)
+            gate += tl.load(dgate_part + g * L + c, mask=c < M + S, other=0.0)
         tl.store(dbase + c, gate, mask=c < M)
         for i in tl.static_range(S):
             tl.store(dscale + i, tl.sum(tl.where(c == M + i, gate, 0.0), 0))
@@ -140,28 +163,34 @@ def reduce_tile(
 @triton.jit(do_not_specialize=["groups"])
 def reduce_kernel(
     dfn_part, dgate_part, dfn, dbase, dscale, groups,
-    K: tl.constexpr, M: tl.constexpr, S: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, M: tl.constexpr, S: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    reduce_tile(tl.program_id(0), dfn_part, dgate_part, dfn, dbase, dscale, groups, K, M, S, C, BK)
+    reduce_tile(tl.program_id(0), dfn_part, dgate_part, dfn, dbase, dscale, groups, K, M, S, L, BK)
+
+
+def crms_rows(scales: int) -> int:
+    """A site's crms comes from two kinds of programs, see mhc_ops/pre/bwd.py."""
+    return 2 if scales == 3 else 1
 
 
 def gate_width(m: int, scales: int) -> int:
-    """C of the backward: M columns of dz and one for every scale"""
+    """L, the row length of dz and dp: M columns and one for every scale"""
     return padded(m + scales)
 
 
 @cache
-def dx_dfn_spec(dtype: torch.dtype, n: int, d: int, m: int, scales: int, width: int, crms: int, add: bool, dy: bool, npu: bool = False) -> Spec:
-    """width: L, the row length of dz; crms: rows of crms to add up; add: there is a dx_in; dy: the collapse is part of it."""
+def dx_dfn_spec(dtype: torch.dtype, n: int, d: int, m: int, scales: int, add: bool, dy: bool, npu: bool = False) -> Spec:
+    """scales: 3 at a site, 1 at the head, 0 with no gates; add: there is a dx_in; dy: the collapse is part of it."""
     stream = f"*{TRITON_DTYPE[dtype]}"
-    types = {"dx_in": stream, "dy": stream, "x": stream, **dict.fromkeys(("pre", "dz", "crms", "rstd", "scale", "fn"), "*fp32")}
+    types = {"dx_in": stream, "dy": stream, "x": stream, **dict.fromkeys(("pre", "dz", "dp"), "*fp32")}
+    types |= {"pieces": "*bf16", "crms": "*fp32", "fn": "*fp32"}
     types |= {"dx": stream, "dfn_part": "*fp32", "dgate_part": "*fp32", "T": "i32"}
-    c = gate_width(m, scales)
+    width = gate_width(m, scales)
     mode = "exact" if dtype != torch.bfloat16 else "bf16" if npu else "tf32"
-    block_n = 64 if npu or mode == "exact" or c > 64 else 128
     consts = {
-        "N": n, "D": d, "M": m, "S": scales, "L": width, "C": c, "CRMS": crms, "ADD": add, "DY": dy, "MODE": mode,
-        "BT": 16, "BN": block_n, "STAGES": 2 if npu or mode == "exact" else 3,
+        "N": n, "D": d, "M": m, "S": scales, "L": width, "CRMS": crms_rows(scales), "ADD": add, "DY": dy, "MODE": mode,
+        "BT": 16, "BN": 64 if npu or mode == "exact" or width > 64 else 128, "GATE_BT": 2048 // width,
+        "STAGES": 2 if npu or mode == "exact" else 3,
     }  # fmt: skip
     options = {"multibuffer": False} if npu else {}  # cube and vector results meet in this kernel
     return Spec(dx_dfn_kernel, types=types, consts=consts, hot=True, targets=("ascend",) if npu else ("cuda", "hip"), options=options)
@@ -170,14 +199,14 @@ def dx_dfn_spec(dtype: torch.dtype, n: int, d: int, m: int, scales: int, width: 
 @cache
 def reduce_spec(m: int, k: int, scales: int) -> Spec:
     types = {**dict.fromkeys(("dfn_part", "dgate_part", "dfn", "dbase", "dscale"), "*fp32"), "groups": "i32"}
-    consts = {"K": k, "M": m, "S": scales, "C": gate_width(m, scales), "BK": REDUCE_BLOCK}
+    consts = {"K": k, "M": m, "S": scales, "L": gate_width(m, scales), "BK": REDUCE_BLOCK}
     return Spec(reduce_kernel, types=types, consts=consts, hot=True)
 
 
 @cache
-def crms_spec(m: int, k: int) -> Spec:
-    types = {**dict.fromkeys(("dmixes", "mixes", "rstd", "crms"), "*fp32"), "T": "i32"}
-    return Spec(crms_kernel, types=types, consts={"K": k, "M": m, "C": padded(m), "BT": CRMS_TOKENS}, num_warps=2, hot=True)
+def dp_spec(m: int, k: int) -> Spec:
+    types = {**dict.fromkeys(("dmixes", "mixes", "rstd", "dp"), "*fp32"), "pieces": "*bf16", "crms": "*fp32", "T": "i32"}
+    return Spec(dp_kernel, types=types, consts={"K": k, "M": m, "L": gate_width(m, 0), "BT": DP_TOKENS}, num_warps=2, hot=True)
 
 
 def reduce_tiles(m: int, k: int, scales: int) -> int:
@@ -190,21 +219,27 @@ def token_groups(tokens: int, column_programs: int, block_tokens: int, programs:
     return max(1, min(programs // column_programs, triton.cdiv(tokens, block_tokens)))
 
 
-def dx_dfn(dx_in, dy, x, pre, dz, crms, rstd, scale, fn, scales):
-    """Launches dx_dfn_kernel. Returns dx, dfn_part [groups, M, K] and dgate_part [groups, C] for the second stage. dx_in, dy may be None."""
+def dp_buffers(tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for dp [T, L] fp32 and its pieces [2, T, L] bf16"""
+    dp = torch.empty((tokens, width), dtype=torch.float32, device=device)
+    return dp, torch.empty((2, tokens, width), dtype=torch.bfloat16, device=device)
+
+
+def dx_dfn(dx_in, dy, x, pre, dz, dp, pieces, crms, fn, scales):
+    """Launches dx_dfn_kernel. Returns dx, dfn_part [groups, M, K] and dgate_part [groups, L] for the second stage. dx_in, dy and, without
+    gates, dz may be None."""
     n, d = x.shape[-2:]
     m, k = fn.shape
     tokens = x.numel() // k
-    spec = dx_dfn_spec(x.dtype, n, d, m, scales, dz.shape[-1], crms.shape[0], dx_in is not None, dy is not None, x.device.type == "npu")
-    block_n, block_t, c = spec.consts["BN"], spec.consts["BT"], spec.consts["C"]
-    columns = n * triton.cdiv(d, block_n)
-    groups = token_groups(tokens, columns, block_t, 3 * parallelism(x.device))
+    spec = dx_dfn_spec(x.dtype, n, d, m, scales, dx_in is not None, dy is not None, x.device.type == "npu")
+    columns = n * triton.cdiv(d, spec.consts["BN"])
+    groups = token_groups(tokens, columns + (scales > 0), spec.consts["BT"], 3 * parallelism(x.device))
     dx = torch.empty_like(x)
     dfn_part = torch.empty((groups, m, k), dtype=torch.float32, device=x.device)
-    dgate_part = torch.empty((groups, c), dtype=torch.float32, device=x.device) if scales else dfn_part
+    dgate_part = torch.empty((groups, spec.consts["L"]), dtype=torch.float32, device=x.device) if scales else dfn_part
     spec.launch(
-        (columns, groups), x if dx_in is None else dx_in, x if dy is None else dy, x, rstd if pre is None else pre, dz, crms, rstd,
-        rstd if scale is None else scale, fn, dx, dfn_part, dgate_part, tokens,
+        (columns + (scales > 0), groups), x if dx_in is None else dx_in, x if dy is None else dy, x, dp if pre is None else pre,
+        dp if dz is None else dz, dp, pieces, crms, fn, dx, dfn_part, dgate_part, tokens,
     )  # fmt: skip
     return dx, dfn_part, dgate_part
 
@@ -227,9 +262,10 @@ def project_bwd(
     tokens = x.numel() // k
     if not tokens:
         return torch.empty_like(x), torch.zeros_like(fn)
-    crms = torch.empty((1, tokens), dtype=torch.float32, device=x.device)
-    crms_spec(m, k).launch((triton.cdiv(tokens, CRMS_TOKENS),), dmixes, mixes, rstd, crms, tokens)
-    dx, dfn_part, dgate_part = dx_dfn(None, None, x, None, dmixes, crms, rstd, None, fn, 0)
+    dp, pieces = dp_buffers(tokens, gate_width(m, 0), x.device)
+    crms = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    dp_spec(m, k).launch((triton.cdiv(tokens, DP_TOKENS),), dmixes, mixes, rstd, dp, pieces, crms, tokens)
+    dx, dfn_part, dgate_part = dx_dfn(None, None, x, None, None, dp, pieces, crms, fn, 0)
     return dx, reduce(dfn_part, dgate_part, fn, 0)[0]
 
 
@@ -238,7 +274,7 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     n, d = shape.hc_mult, shape.hidden
     m = mix_columns(n)
     yield from forward_specs(shape)
-    yield crms_spec(m, n * d)
+    yield dp_spec(m, n * d)
     for npu in (False, True):
-        yield dx_dfn_spec(STREAM_DTYPE[shape.dtype], n, d, m, 0, m, 1, False, False, npu)
+        yield dx_dfn_spec(STREAM_DTYPE[shape.dtype], n, d, m, 0, False, False, npu)
     yield reduce_spec(m, n * d, 0)

@@ -151,3 +151,12 @@ def gather_scalars(a0, a1, a2, a3, a4, a5, a6, a7, N: tl.constexpr, P: tl.conste
 def dot_exact(a, b, acc):
     """acc + a @ b in full fp32 (no tf32), for streams whose values do not fit in bf16"""
     return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+
+
+@triton.jit
+def store_dp(dp, pieces, plane, at, value, mask):
+    """Stores fp32 `value` at offsets `at` of dp, and its two bf16 pieces, which add up to it, in the planes of pieces [2, plane]."""
+    tl.store(dp + at, value, mask=mask)
+    high = value.to(tl.bfloat16)
+    tl.store(pieces + at, high, mask=mask)
+    tl.store(pieces + plane + at, (value - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
