@@ -1,10 +1,12 @@
 """Run a test's worker function in several gloo processes and bring the results (or the first traceback) back."""
 
 import datetime
+import faulthandler
 import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ import torch.multiprocessing as mp
 
 def _entry(rank: int, world: int, store: str, fn: Callable[..., Any], args: tuple, out_dir: str, timeout_s: float) -> None:
     torch.set_num_threads(1)
+    stacks = open(os.path.join(out_dir, f"{rank}.stack"), "w")  # noqa: SIM115  (open as long as the process lives)
+    faulthandler.dump_traceback_later(3 * timeout_s, file=stacks)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout_s))
@@ -45,7 +49,10 @@ def run_distributed(fn: Callable[..., Any], world: int, *args: Any, timeout_s: f
         for rank in stuck:
             procs[rank].kill()
             procs[rank].join()
-        results, errors = [], [f"rank {rank}: still running after {4 * timeout_s} s" for rank in stuck]
+        results, errors = [], []
+        for rank in stuck:
+            stack = Path(folder, f"{rank}.stack").read_text()
+            errors.append(f"rank {rank}: still running after {4 * timeout_s} s; its stack at {3 * timeout_s} s:\n{stack}")
         for rank in range(world):
             path = os.path.join(folder, f"{rank}.pt")
             if not os.path.exists(path):
