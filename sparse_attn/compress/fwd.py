@@ -1,7 +1,7 @@
 """compress_kv forward: kernel, table of tiles, launcher.
 
 Bytes: kv and gate are read once (each half of a token by the one entry that takes it up) and an entry is written once,
-    2 * C * D + D / ratio elements a token                                     [bf16, D = 512: 4352 at ratio 4 with overlap, 2056 at 128]
+    2 * C * D + D / ratio elements a token        [bytes in bf16, D = 512: 4352 at ratio 4 with overlap, 2056 at 128]
 and that is all: a window is one tile, so the softmax never leaves the registers. Windows of more than MAX_ROWS tokens go by in tiles of
 that many with a running maximum.
 """
