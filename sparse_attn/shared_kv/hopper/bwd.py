@@ -19,6 +19,24 @@ BN = 32  # keys of a tile
 CHUNK_BYTES = 3 << 29  # partial rows of a chunk of queries
 
 
+@triton.jit(do_not_specialize=["heads"])
+def delta_kernel(out, dout, delta, heads, D: tl.constexpr, BM: tl.constexpr):
+    """delta = sum over D of dO * out. A kernel of its own, at the copy rate: inside the fused kernel the same sums cost as much, and more
+    where partial rows are written."""
+    h = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    offset = h[:, None] * D + tl.arange(0, D)[None, :]
+    on = (h < heads)[:, None]
+    product = tl.load(out + offset, mask=on, other=0.0).to(tl.float32) * tl.load(dout + offset, mask=on, other=0.0).to(tl.float32)
+    tl.store(delta + h, tl.sum(product, 1), mask=h < heads)
+
+
+@cache
+def delta_spec(dtype: torch.dtype, D: int) -> Spec:
+    x = f"*{TRITON_DTYPE[dtype]}"
+    types = {"out": x, "dout": x, "delta": "*fp32", "heads": "i32"}
+    return Spec(delta_kernel, types=types, consts={"D": D, "BM": 16}, targets=("cuda",))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def sink_gradient_kernel(sinks, lse, delta, part, rows, N: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr):
     """part [programs, N]: what BM queries add to -sum exp(sink - LSE) * delta; an infinite sink is a constant."""
@@ -55,9 +73,9 @@ def backward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, partial: 
     return GluonSpec(
         hopper_bwd_kernel,
         types={
-            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "out": x, "do": x, "lse": "*fp32",
+            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "do": x, "lse": "*fp32",
             "delta": "*fp32", "dq": x, "dori": target, "dcmp": target,
-            **dict.fromkeys(("row0", "count", "K", "ori_slots", "cmp_slots", "zero"), "i32"), "scale": "fp32",
+            **dict.fromkeys(("row0", "count", "tasks", "K", "ori_slots", "cmp_slots", "zero"), "i32"), "scale": "fp32",
         },
         consts={"N": N, "D": D, "COMPRESSED": compressed, "BN": BN, "PARTIAL": partial},
     )  # fmt: skip
@@ -91,13 +109,16 @@ def attention_bwd(
         cmp = q if cmp_kv is None else cmp_kv.contiguous()
         indices = places if cmp_indices is None else cmp_indices.contiguous()
         used = used_of(indices, places) if mode == SELECTED else places
-        delta = torch.empty_like(lse)  # written by the fused kernel
+        delta = torch.empty_like(lse)
+        delta_spec(dtype, D).launch((triton.cdiv(rows * N, 16),), out, dout, delta, rows * N)
         spec = backward_spec(dtype, N, D, mode, deterministic)
         groups = triton.cdiv(N, HEADS)
         K = cmp_indices.shape[-1] if cmp_indices is not None else 0
-        inputs = (q, ori_kv, cmp, indices, places, used, out, dout, lse, delta, dq)
+        inputs = (q, ori_kv, cmp, indices, places, used, dout, lse, delta, dq)
         if not deterministic:
-            spec.launch((rows * groups,), *inputs, dori, dcmp if mode != NONE else dori, 0, rows, K, 0, 0, 0, scale)
+            tasks = rows * groups
+            grid = (min(tasks, multiprocessors(q.get_device())),)
+            spec.launch(grid, *inputs, dori, dcmp if mode != NONE else dori, 0, rows, tasks, K, 0, 0, 0, scale)
         else:
             ori_slots = ori_kv.shape[-2] if window is None else min(window, ori_kv.shape[-2])
             cmp_slots = K if mode == SELECTED else cmp.shape[-2] if mode == ALL else 0
@@ -127,7 +148,9 @@ def _partial_sums(
         part_cmp = part[part_ori.numel() : part_ori.numel() + groups * count * cmp_slots * D].view(groups, count, cmp_slots, D)
         if mode == SELECTED and row0 % listed == 0:
             starts, order = owner_lists(indices, places, row0, min(listed, rows - row0), chunk, K, dcmp.shape[0])
-        spec.launch((count * groups,), *inputs, part_ori, part_cmp, row0, count, K, ori_slots, cmp_slots, 0, scale)
+        tasks = count * groups
+        grid = (min(tasks, multiprocessors(q.get_device())),)
+        spec.launch(grid, *inputs, part_ori, part_cmp, row0, count, tasks, K, ori_slots, cmp_slots, 0, scale)
         range_sum(part_ori, places, ori_bounds, dori, row0, 0)
         if mode == ALL:
             range_sum(part_cmp, places, cmp_bounds, dcmp, row0, 2)

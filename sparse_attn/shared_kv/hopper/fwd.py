@@ -64,20 +64,6 @@ def copy_heads(x, row, group, x_s, x_full, z, N: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def load_heads(x, row, group, half: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
-    """Half of 64 heads of a query in registers; heads past N are zeros."""
-    DH: gl.constexpr = D // 2
-    layout: gl.constexpr = copy_layout_for(DH)
-    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
-    ptrs = x + (row.to(gl.int64) * N + group * 64) * D + half * DH + h[:, None] * D + d[None, :]
-    if N % 64 == 0:
-        return gl.load(ptrs)
-    else:
-        return gl.load(ptrs, mask=(group * 64 + h < N)[:, None], other=0.0)
-
-
-@gluon.jit
 def store_heads(x, staged, row, group, half: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
     """A staged half tile to device memory, as whole rows."""
     DH: gl.constexpr = D // 2
