@@ -30,7 +30,8 @@ class Spec:
     hot     may contain no scalar loop when compiled for Ascend.
     targets backends this kernel is for ("cuda", "hip", "ascend"); a kernel with no Ascend form has a twin that has one. "cuda" kernels
             that use nothing of NVIDIA's alone are compiled for AMD as well, see `portable`.
-    tokens  tokens that one pass of the kernel's outermost loop, or one program, handles; 0 = not stated. For the traffic estimate.
+    tokens  tokens that one pass of the loops without constant trip count handles (a part of one where a pass is a tile of a token: BD / D);
+            0 = not stated. For the traffic estimate.
     minimal_bytes  bytes a token that the kernel must move between global memory and the chip, weights apart; 0 = not stated.
     """
 
@@ -42,7 +43,7 @@ class Spec:
     hot: bool = False
     targets: tuple[str, ...] = ("cuda", "ascend")
     options: Mapping[str, Any] = field(default_factory=dict)
-    tokens: int = 0
+    tokens: float = 0
     minimal_bytes: float = 0.0
 
     @property

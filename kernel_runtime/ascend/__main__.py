@@ -49,7 +49,7 @@ class Row:
     scalar_loads: int = 0
     vector: int = 0
     cube: int = 0
-    tokens: int = 0
+    tokens: float = 0
     minimal_bytes: float = 0.0
 
     @property
@@ -164,7 +164,10 @@ def traffic(rows: list[Row], target: str) -> str:
         moved = sum(row.loads.values()) + sum(row.stores.values()) + row.workspace
         a_token = f"{moved / tokens:,.0f}" if row.tokens else f"{moved:,} a pass"
         minimum = f"{row.minimal_bytes:,.0f}" if row.minimal_bytes else "not stated"
-        ratio = f"{moved / tokens / row.minimal_bytes:.2f}" if row.tokens and row.minimal_bytes else "-"
+        ratio = "-"
+        if row.tokens and row.minimal_bytes:
+            times = moved / tokens / row.minimal_bytes
+            ratio = f"{times:.2f}" if times > 0.99 else f"{times:.2f}: the registry's tokens or minimum is wrong"
         counts = " | ".join(f"{getattr(row, n) / tokens:,.1f}" for n in ("vector", "cube", "dma", "scalar_loads"))
         through = f"{row.workspace / tokens:,.0f}"
         lines.append(f"| `{row.kernel}` | {', '.join(row.models)} | {a_token} | {minimum} | {ratio} | {through} | {counts} |")

@@ -1,7 +1,7 @@
 """Reads the final HIVM of a kernel: planned memory, scalar loops, and a static estimate of what it moves and issues.
 
-Text in, numbers out; no compiler is needed. In that form every operation is a call of the runtime library on memrefs whose address
-space says where they live: gm (global memory), ub (unified buffer), cbuf (L1), ca / cb / cc (L0A / L0B / L0C).
+Text in, numbers out; no compiler is needed. In that form every operation is a call of the runtime library, or an op of the hivm dialect
+that becomes one, on memrefs whose address space says where they live: gm (global memory), ub (unified buffer), cbuf (L1), ca / cb / cc (L0A / L0B / L0C).
 
 The estimate counts one pass of every loop whose trip count is not constant (the loops over tokens or groups), so it is the work of one
 such pass; a tile with a masked tail counts whole.
@@ -24,6 +24,8 @@ _MEMREF = re.compile(r"memref<((?:[\d?]+x)*)(\w+)(?:, strided<[^>]*>)?(?:, #hivm
 _TYPE = re.compile(r"memref<(?:[^<>]|<[^<>]*>)*>|[\w.]+")
 _RESULT = re.compile(r"^\s*(%[\w]+)(?::\d+)? = ")
 _CALL = re.compile(r"\bcall @(\w+)\(([^)]*)\) : \((.*)\) -> ")
+_OP = re.compile(r"hivm\.hir\.(\w+)\b.*?\b(?:ins|outs)\(")  # an op that ascendnpu-ir 1.0.0 leaves as it is, where 1.2.0 has a call
+_GROUP = re.compile(r"\b(?:ins|outs)\(([^:()]*) : ((?:[^()]|\([^()]*\))*)\)")
 _FOR = re.compile(r"scf\.for %\w+ = (%[\w-]+) to (%[\w-]+) step (%[\w-]+)")
 _VIEWS = ("memref.cast", "memref.subview", "memref.collapse_shape", "memref.expand_shape", "memref.reinterpret_cast", "memref.view",
           "memref.memory_space_cast", "memref.reshape", "arith.select")  # fmt: skip
@@ -193,6 +195,12 @@ class _Reader:
             names = [n.strip() for n in call[2].split(",")]
             operands = [self._use(n, t) for n, t in zip(names, types) if t.startswith("memref")]
             self.stack[-1][1].calls.append(Call(call[1], operands))
+        elif op := _OP.search(body):
+            operands = []
+            for names_text, types_text in _GROUP.findall(body):
+                pairs = zip(re.findall(r"%[\w-]+(?:#\d+)?", names_text), _TYPE.findall(types_text))
+                operands += [self._use(n, t) for n, t in pairs if t.startswith("memref")]
+            self.stack[-1][1].calls.append(Call(op[1], operands))
         elif access := re.search(r"memref\.(?:load|store) (?:%[\w-]+, )?(%\w+(?:#\d+)?)\[", body):
             self.stack[-1][1].scalar_accesses.append(self._use(access[1], body.rpartition(" : ")[2]))
         if result and "pointer_cast(" in body:
