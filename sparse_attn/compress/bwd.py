@@ -6,8 +6,8 @@ With p the weights of a window, m = sum_s p[s] * kv[s] (the entry before roundin
 Bytes: kv, gate and dout are read once, dkv and dgate written once,
     4 * C * D + D / ratio elements a token        [bytes in bf16, D = 512: 8448 at ratio 4 with overlap, 4104 at 128]
 The weights are computed again from the tile, which costs no byte; statistics saved by the forward would add 8 * D / ratio bytes a token
-there and as many here (at ratio 4 with overlap 24 % more for the forward and 12 % more here). Only windows of more than MAX_ROWS tokens, which are no one tile, run
-the forward again for their log-sum-exp and m in fp32 (half as many bytes once more).
+there and as many here (at ratio 4 with overlap 24 % more for the forward and 12 % more here). Only windows of more than MAX_ROWS
+tokens, which are no one tile, run the forward again for their log-sum-exp and m in fp32 (half as many bytes once more).
 
 dposition_bias is summed in two stages in a fixed order: every program adds up its windows in registers and writes one row of partial
 [groups, ratio, C * D] fp32, a second kernel adds the rows. No atomics; the grid does not depend on the device.
