@@ -189,7 +189,7 @@ def dx_dfn_spec(dtype: torch.dtype, n: int, d: int, m: int, scales: int, add: bo
     mode = "exact" if dtype != torch.bfloat16 else "bf16" if npu else "tf32"
     consts = {
         "N": n, "D": d, "M": m, "S": scales, "L": width, "CRMS": crms_rows(scales), "ADD": add, "DY": dy, "MODE": mode,
-        "BT": 16, "BN": 64 if npu or mode == "exact" or width > 64 else 128, "GATE_BT": 2048 // width,
+        "BT": 16, "BN": 64 if npu or mode == "exact" else min(256, max(64, 8192 // width)), "GATE_BT": 2048 // width,
         "STAGES": 2 if npu or mode == "exact" else 3,
     }  # fmt: skip
     options = {"multibuffer": False} if npu else {}  # cube and vector results meet in this kernel
@@ -233,7 +233,7 @@ def dx_dfn(dx_in, dy, x, pre, dz, dp, pieces, crms, fn, scales):
     tokens = x.numel() // k
     spec = dx_dfn_spec(x.dtype, n, d, m, scales, dx_in is not None, dy is not None, x.device.type == "npu")
     columns = n * triton.cdiv(d, spec.consts["BN"])
-    groups = token_groups(tokens, columns + (scales > 0), spec.consts["BT"], 3 * parallelism(x.device))
+    groups = token_groups(tokens, columns + (scales > 0), spec.consts["BT"], 2 * parallelism(x.device))
     dx = torch.empty_like(x)
     dfn_part = torch.empty((groups, m, k), dtype=torch.float32, device=x.device)
     dgate_part = torch.empty((groups, spec.consts["L"]), dtype=torch.float32, device=x.device) if scales else dfn_part
