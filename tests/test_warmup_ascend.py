@@ -96,9 +96,9 @@ def test_reader_takes_ops_that_are_no_calls():
     ops = HIVM.replace(
         f"func.call @load_gm_to_ubuf_1d_float(%cast, %cast_0, %c0_i32, %cst, %c0) : ({G}, {V}, i32, f32, index) -> ()",
         f"hivm.hir.load ins(%cast : {G}) outs(%cast_0 : {V}) pad_mode = <PadValue> pad_value = %cst : f32",
-    ).replace(
-        f"func.call @vmul_1d_float(%cast_0, %cast_0, %cast_0) : ({V}, {V}, {V}) -> ()", f"hivm.hir.vmul ins(%cast_0, %cast_0 : {V}, {V}) outs(%cast_0 : {V})"
-    )  # fmt: skip
+    )
+    product = f"hivm.hir.vmul ins(%cast_0, %cast_0 : {V}, {V}) outs(%cast_0 : {V})"
+    ops = ops.replace(f"func.call @vmul_1d_float(%cast_0, %cast_0, %cast_0) : ({V}, {V}, {V}) -> ()", product)
     assert ops.count("hivm.hir.vmul") == 2
     a, b = read(ops, ["x", "y", "T"]), read(HIVM, ["x", "y", "T"])
     assert (a.loads, a.stores, a.dma, a.vector, a.scalar_loops) == (b.loads, b.stores, b.dma, b.vector, b.scalar_loops)

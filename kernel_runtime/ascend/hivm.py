@@ -1,7 +1,8 @@
 """Reads the final HIVM of a kernel: planned memory, scalar loops, and a static estimate of what it moves and issues.
 
-Text in, numbers out; no compiler is needed. In that form every operation is a call of the runtime library, or an op of the hivm dialect
-that becomes one, on memrefs whose address space says where they live: gm (global memory), ub (unified buffer), cbuf (L1), ca / cb / cc (L0A / L0B / L0C).
+Text in, numbers out; no compiler is needed. In that form every operation is a call of the runtime library, or an op of the hivm
+dialect that becomes one, on memrefs whose address space says where they live: gm (global memory), ub (unified buffer), cbuf (L1),
+ca / cb / cc (L0A / L0B / L0C).
 
 The estimate counts one pass of every loop whose trip count is not constant (the loops over tokens or groups), so it is the work of one
 such pass; a tile with a masked tail counts whole.
