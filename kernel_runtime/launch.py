@@ -91,7 +91,13 @@ class Spec:
         if runtime != list(self.types):
             raise ValueError(f"{self.name}: run-time arguments are {runtime} but the spec types {list(self.types)}")
         signature = {n: "constexpr" if n in self.consts else self.types[n] for n in names}
-        attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if str(signature[n]).startswith("*")}
+        attrs = {}
+        for i, name in enumerate(names):
+            constant = self.consts.get(name)
+            if signature[name].startswith("*"):
+                attrs[(i,)] = [["tt.divisibility", 16]]
+            elif isinstance(constant, str):  # Triton's launch path takes a string constant for alignment marks, where "D" means 16 bytes
+                attrs[(i,)] = [["tt.divisibility", 16]] if "D" in constant else []
         make = triton.compiler.ASTSource
         if self.gluon:
             make = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
