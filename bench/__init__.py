@@ -1,0 +1,1 @@
+"""Benches; run from a checkout: `python -m bench.run mhc`."""

@@ -1,0 +1,210 @@
+"""mHC: a chain of sublayers, and the parts, beside eager, torch.compile and other libraries.
+
+"full" is one sublayer of a chain: hc_pre, then hc_post_pre at every boundary, then hc_post, with F(y) = y; the time of the chain divided by
+its sublayers. Providers: transformers (its DeepSeek-V4 modules, eager), reference (ours in plain PyTorch), compile (the reference under
+torch.compile), ours; liger-kernel and tile-kernels where installed. Those two are not like for like: Liger's convention is the paper's with
+fn in bf16, TileKernels ends the iteration its own way and projects in tf32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+import mhc_ops
+from bench.common import Captured, Row, copy_rate, count_launches, median_ms, peak_mib, print_table
+from reference import mhc as reference
+from reference.cases.mhc import BENCH_SHAPES, MhcShape, make_cotangents, make_inputs
+
+SUBLAYERS = 4
+PROVIDERS = ("transformers", "reference", "compile", "ours", "liger", "tile")
+OPS = ("full", "hc_pre", "hc_post", "hc_gates", "pre_bmm")
+
+
+def minimal_rows(op: str, n: int) -> tuple[int, int]:
+    """Least traffic of forward and backward in rows [D] a token; "full" reads x once before and once after the sublayer."""
+    return {
+        "full": (3 * n + 2, 5 * n + 3), "hc_pre": (n + 1, 2 * n + 1), "hc_post": (2 * n + 1, 3 * n + 2), "hc_gates": (0, 0),
+        "pre_bmm": (n + 1, 2 * n + 1),
+    }[op]  # fmt: skip
+
+
+Pre = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def chain(pre: Pre, post: Callable[..., Tensor], boundary: Callable[..., tuple[Tensor, ...]] | None) -> Callable[..., Tensor]:
+    """The streams after SUBLAYERS sublayers; `parameters` are fn, scale, base of each in turn."""
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        y, gate, comb = pre(x, *parameters[:3])
+        for i in range(1, SUBLAYERS):
+            site = parameters[3 * i : 3 * i + 3]
+            if boundary is not None:
+                x, y, gate, comb = boundary(y, x, gate, comb, *site)
+            else:
+                x = post(y, x, gate, comb)
+                y, gate, comb = pre(x, *site)
+        return post(y, x, gate, comb)
+
+    return run
+
+
+def transformers_ops(shape: MhcShape) -> dict[str, Callable]:
+    """The modules of transformers' DeepSeek-V4 and the mixing line of its decoder layer, as functions of their parameters"""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+
+    config = SimpleNamespace(hc_mult=shape.N, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, hidden_size=shape.D)
+    with torch.device("meta"):
+        norm = DeepseekV4HyperConnection(config).input_norm
+
+    def pre(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # its forward on a bare namespace: no cost of looking parameters up in a module
+        site = SimpleNamespace(fn=fn, scale=scale, base=base, hc_mult=shape.N, hc_sinkhorn_iters=20, hc_eps=1e-6, input_norm=norm)
+        post, comb, y = DeepseekV4HyperConnection.forward(site, x)
+        return y, post, comb
+
+    def post(f: Tensor, x: Tensor, gate: Tensor, comb: Tensor) -> Tensor:
+        return gate.to(x.dtype).unsqueeze(-1) * f.unsqueeze(-2) + torch.matmul(comb.to(x.dtype).transpose(-1, -2), x)
+
+    return {"full": chain(pre, post, None), "hc_pre": pre, "hc_post": post}
+
+
+def plain_ops(module: object, compiled: bool = False) -> dict[str, Callable]:
+    def get(name: str) -> Callable:
+        function = getattr(module, name)
+        return torch.compile(function, dynamic=False) if compiled else function
+
+    ops = {name: get(name) for name in OPS if name != "full"}
+    # compiled in two pieces: one graph of all sublayers takes minutes to compile and is no faster
+    return ops | {"full": chain(ops["hc_pre"], ops["hc_post"], None if compiled else get("hc_post_pre"))}
+
+
+def liger_ops() -> dict[str, Callable]:
+    from liger_kernel.ops.mhc import liger_mhc_coeffs, liger_mhc_post_res, liger_mhc_pre
+
+    def pre(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, post, comb = liger_mhc_coeffs(x, fn.t().to(x.dtype), base, *scale.unbind())
+        return liger_mhc_pre(x, gate), post, comb
+
+    def post(f: Tensor, x: Tensor, gate: Tensor, comb: Tensor) -> Tensor:
+        return liger_mhc_post_res(x, f, gate, comb)
+
+    return {"full": chain(pre, post, None), "hc_pre": pre, "hc_post": post}
+
+
+def tile_ops() -> dict[str, Callable]:
+    from tile_kernels.modeling.mhc.functional import mhc_pre
+    from tile_kernels.modeling.mhc.ops import mhc_post
+
+    def pre(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, (post, comb) = mhc_pre(x, fn, scale, base, post_mult_value=2.0, sinkhorn_repeat=20)
+        return y, post, comb
+
+    def post(f: Tensor, x: Tensor, gate: Tensor, comb: Tensor) -> Tensor:
+        return mhc_post(f, x, gate.reshape(*x.shape[:-1], 1), comb)
+
+    return {"full": chain(pre, post, None), "hc_pre": pre, "hc_post": post}
+
+
+def providers(names: list[str], shape: MhcShape) -> dict[str, dict[str, Callable]]:
+    """The wanted providers that are installed, op -> function"""
+    makers: dict[str, tuple[str, Callable[[], dict[str, Callable]]]] = {
+        "transformers": ("transformers.models.deepseek_v4", lambda: transformers_ops(shape)),
+        "reference": ("torch", lambda: plain_ops(reference)),
+        "compile": ("torch", lambda: plain_ops(reference, compiled=True)),
+        "ours": ("torch", lambda: plain_ops(mhc_ops)),
+        "liger": ("liger_kernel", liger_ops),
+        "tile": ("tile_kernels", tile_ops),
+    }
+    found = {}
+    for name in names:
+        package, make = makers[name]
+        try:
+            present = importlib.util.find_spec(package) is not None
+        except ModuleNotFoundError:
+            present = False
+        if present:
+            found[name] = make()
+        else:
+            print(f"{name}: not installed, left out")
+    return found
+
+
+def make_case(op: str, shape: MhcShape, dtype: torch.dtype) -> list[Tensor]:
+    if op != "full":
+        return list(make_inputs(op, shape, dtype=dtype, device="cuda").values())
+    x, *site = make_inputs("hc_pre", shape, dtype=dtype, device="cuda").values()
+    sites = [make_inputs("hc_pre", MhcShape(1, 1, shape.N, shape.D), dtype=dtype, seed=i, device="cuda") for i in range(1, SUBLAYERS)]
+    return [x, *site, *(t for s in sites for t in list(s.values())[1:])]
+
+
+def measure(function: Callable, inputs: list[Tensor], count: int, graphs: Sequence[bool]) -> Iterator[tuple[str, bool, float, int, float]]:
+    """(direction, graph, ms, launches, peak MiB), the last three divided by `count`. Gradients of every input, random cotangents."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+
+    def forward() -> tuple[Tensor, ...]:
+        out = function(*leaves)
+        return (out,) if isinstance(out, Tensor) else tuple(out)
+
+    stream = Captured.side()  # a backward runs on the stream of its forward, which has to be the one that is captured
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        outputs = forward()
+        cotangents = make_cotangents(outputs)
+
+        def backward() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+
+        def both() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(forward(), leaves, cotangents)
+
+        for direction, fn in (("forward", forward), ("backward", backward), ("both", both)):
+            launches, peak = count_launches(fn) // count, peak_mib(fn) / count
+            for graph in graphs:
+                timed = Captured(fn) if graph else fn
+                yield direction, graph, median_ms(timed) / count, launches, peak
+                del timed
+    torch.cuda.synchronize()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", nargs="*", default=[], help="B,S,N,D; default: the shapes of reference/cases/mhc.py")
+    parser.add_argument("--ops", nargs="*", default=list(OPS), choices=OPS)
+    parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--no-graph", action="store_true", help="only without a CUDA graph, host time included")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    dtype = getattr(torch, args.dtype)
+    shapes = [MhcShape(*map(int, s.split(","))) for s in args.shape] or list(BENCH_SHAPES)
+    rate = copy_rate()
+    print(f"copy rate of this run: {rate:.0f} GB/s")
+    graphs = (False,) if args.no_graph else (True, False)
+    rows: list[Row] = []
+    for shape in shapes:
+        here: list[Row] = []
+        for name, ops in providers(args.providers, shape).items():
+            for op in (o for o in args.ops if o in ops):
+                inputs = make_case(op, shape, dtype)
+                if op == "hc_gates" and shape.N != 4:
+                    continue
+                forward, backward = (units * shape.T * shape.D * dtype.itemsize for units in minimal_rows(op, shape.N))
+                least = {"forward": forward, "backward": backward, "both": forward + backward}
+                try:
+                    for direction, *found in measure(ops[op], inputs, SUBLAYERS if op == "full" else 1, graphs):
+                        graph, ms, launches, peak = found
+                        here.append(Row("mhc", str(shape), args.dtype, op, direction, name, graph, ms, least[direction], rate, launches, peak))
+                except Exception as error:  # another library may not take the shape: say so and go on
+                    print(f"{name} {op} {shape}: {type(error).__name__}: {str(error)[:200]}")
+                torch.cuda.empty_cache()
+        here.sort(key=lambda r: (args.ops.index(r.op), ("forward", "backward", "both").index(r.direction), not r.graph))
+        print_table(f"mHC {shape} {args.dtype}", here)
+        rows += here
+        torch._dynamo.reset()
+    return rows

@@ -1,0 +1,36 @@
+"""python -m bench.run NAME: runs the bench bench/NAME.py and writes its table, CSV, JSONL and PNG.
+
+A bench module has `add_arguments(parser)` and `run(args) -> list[Row]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+import torch
+
+from bench.common import environment, write
+
+BENCHES = ("mhc",)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="bench", required=True)
+    modules = {name: importlib.import_module(f"bench.{name}") for name in BENCHES}
+    for name, module in modules.items():
+        command = commands.add_parser(name, help=module.__doc__.splitlines()[0])
+        command.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files written")
+        module.add_arguments(command)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("benches need a CUDA device")
+    print(", ".join(f"{name} {value}" for name, value in environment().items()))
+    for file in write(modules[args.bench].run(args), args.out):
+        print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()
