@@ -116,6 +116,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only with a fixed workspace
         torch.use_deterministic_algorithms(True)
     parallel = init_parallel(device, config.ep, config.startup_timeout)
+    torch.manual_seed(config.seed + parallel.rank)  # for whatever may draw numbers in a forward; the weights have a seed of their own
     out = run_folder(config)
     check_experts(config.model.num_experts, parallel)
     sizes = {name: value for name, value in config.to_dict()["model"].items() if name != "preset"}
