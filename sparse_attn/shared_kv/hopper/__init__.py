@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 HEAD_DIMS = (128, 256, 512)
+DTYPES = (torch.bfloat16, torch.float16)
 TRITON_VERSIONS = ("3.6",)  # Gluon is experimental: it has changed between releases
 
 
@@ -30,7 +31,7 @@ def hopper_supports(q: torch.Tensor) -> str | None:
     """
     if q.device.type != "cuda" or torch.version.hip is not None:
         return f"the tensors are on {q.device}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
+    if q.dtype not in DTYPES:
         return f"the dtype is {str(q.dtype).removeprefix('torch.')}, wanted bfloat16 or float16"
     if q.shape[-1] not in HEAD_DIMS:
         return f"D = {q.shape[-1]}, wanted one of {', '.join(map(str, HEAD_DIMS))}"

@@ -15,8 +15,8 @@ dKV leaves in one of two forms:
 
 Shared memory at D = 512, 210 or 216 KB: q 64, dO 64, keys 64, P and dZ double buffered 16, layout change of a dKV chunk 2 or 8.
 
-The grid is as large as the device: the first keys of the next task arrive while the last one is finished. dq is staged in the keys' ring,
-the left half of D in the left halves of both tiles, so q and dO can be filled again as soon as warpgroup 2 has read them.
+With LOOP the grid is as large as the device, and the first keys of the next task arrive while the last one is finished. dq is staged in
+the keys' ring, the left half of D in the left halves of both tiles, so q and dO can be filled again as soon as warpgroup 2 has read them.
 
 Barriers. b is the tile's parity; half tile i is D half i // 2, tile i % 2 of the ring.
     q_full[2], do_full[2], k_full[4]   128 arrivals: each producer thread's own cp.async group
@@ -60,9 +60,7 @@ def copy_pair(
     d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
     for b in gl.static_range(2):
         z = (2 * i + b) * zero
-        key, valid = tile_keys(
-            indices, first_slot, 2 * i + b, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, SELECTED, BN
-        )
+        key, valid = tile_keys(indices, first_slot, 2 * i + b, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, SELECTED, BN)
         keys = ori_kv if 2 * i + b < ori_tiles else cmp_kv
         ptrs = keys + key.to(gl.int64)[:, None] * D + d[None, :]
         for half in gl.static_range(2):
@@ -74,12 +72,12 @@ def copy_pair(
 @gluon.jit
 def producer(
     q, do, ori_kv, cmp_kv, indices, places, used, row0, count, tasks, K, zero, q_s, do_s, k_s, q_full, do_full, q_empty, k_full, k_empty,
-    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, BN: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, BN: gl.constexpr, LOOP: gl.constexpr,
 ):  # fmt: skip
     SELECTED: gl.constexpr = COMPRESSED == 2
     phase = 1  # the first wait on an "empty" barrier must pass at once
     q_phase = 1
-    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+    for task in range(gl.program_id(0), tasks if LOOP else gl.program_id(0) + 1, gl.num_programs(0) if LOOP else 1):
         local, group, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots = task_of(
             task, row0, count, places, used, N, COMPRESSED, BN
         )
@@ -107,7 +105,7 @@ def producer(
 def dq_consumer(
     X: gl.constexpr, dq, vec, indices, places, used, row0, count, tasks, K, zero, scale, a_s, k_s, staging, p_s, z_s,
     a_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty,
-    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, BN: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, BN: gl.constexpr, LOOP: gl.constexpr,
 ):  # fmt: skip
     # X = 0: S, P and the left half of dq (a_s = q, vec = lse).
     # X = 1: dP, dZ and the right half of dq (a_s = dO, vec = delta).
@@ -121,7 +119,7 @@ def dq_consumer(
     s_zero = gl.zeros([64, BN], gl.float32, layout=s_layout)
     phase = 0
     q_phase = 0
-    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+    for task in range(gl.program_id(0), tasks if LOOP else gl.program_id(0) + 1, gl.num_programs(0) if LOOP else 1):
         local, group, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots = task_of(
             task, row0, count, places, used, N, COMPRESSED, BN
         )
@@ -157,7 +155,17 @@ def dq_consumer(
                     more = more_pairs
                 if X == 0:
                     _, valid = tile_keys(
-                        indices, first_slot, 2 * i + b, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED == 2,
+                        indices,
+                        first_slot,
+                        2 * i + b,
+                        n,
+                        ori_tiles,
+                        ori_begin,
+                        ori_count,
+                        cmp_begin,
+                        cmp_count,
+                        slots,
+                        COMPRESSED == 2,
                         BN,
                     )
                     p = gl.exp2(s * (scale * 1.4426950408889634) - v[:, None])
@@ -216,7 +224,7 @@ def issue_chunk(c: gl.constexpr, z, q_s, do_s, p_b, z_b, v_zero, D: gl.constexpr
 def dkv_consumer(
     dori, dcmp, indices, places, used, row0, count, tasks, K, ori_slots, cmp_slots, zero, q_s, do_s, p_s, z_s, q_full, do_full, q_empty,
     p_full, p_empty, z_full, z_empty,
-    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, BN: gl.constexpr, PARTIAL: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, BN: gl.constexpr, PARTIAL: gl.constexpr, LOOP: gl.constexpr,
 ):  # fmt: skip
     CHUNKS: gl.constexpr = D // 64
     v_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -231,7 +239,7 @@ def dkv_consumer(
     n = gl.arange(0, BN, layout=gl.SliceLayout(0, out_layout))
     phase = 0
     q_phase = 0
-    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+    for task in range(gl.program_id(0), tasks if LOOP else gl.program_id(0) + 1, gl.num_programs(0) if LOOP else 1):
         local, group, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots = task_of(
             task, row0, count, places, used, N, COMPRESSED, BN
         )
@@ -280,7 +288,7 @@ def dkv_consumer(
 @gluon.jit(do_not_specialize=["row0", "count", "tasks", "K", "ori_slots", "cmp_slots", "zero", "scale"])
 def hopper_bwd_kernel(
     q, ori_kv, cmp_kv, indices, places, used, do, lse, delta, dq, dori, dcmp, row0, count, tasks, K, ori_slots, cmp_slots, zero, scale,
-    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, BN: gl.constexpr, PARTIAL: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, BN: gl.constexpr, PARTIAL: gl.constexpr, LOOP: gl.constexpr,
 ):  # fmt: skip
     """Queries row0 to row0 + count - 1. PARTIAL: dori [groups, count, ori_slots, D] and dcmp [groups, count, cmp_slots, D]."""
     DH: gl.constexpr = D // 2
@@ -309,19 +317,19 @@ def hopper_bwd_kernel(
         [
             (dq_consumer, (
                 0, dq, lse, indices, places, used, row0, count, tasks, K, zero, scale, q_s, k_s, staging, p_s, z_s,
-                q_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED, BN,
+                q_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED, BN, LOOP,
             )),
             (dq_consumer, (
                 1, dq, delta, indices, places, used, row0, count, tasks, K, zero, scale, do_s, k_s, staging, p_s, z_s,
-                do_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED, BN,
+                do_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED, BN, LOOP,
             )),
             (dkv_consumer, (
                 dori, dcmp, indices, places, used, row0, count, tasks, K, ori_slots, cmp_slots, zero, q_s, do_s, p_s, z_s,
-                q_full, do_full, q_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED, BN, PARTIAL,
+                q_full, do_full, q_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED, BN, PARTIAL, LOOP,
             )),
             (producer, (
                 q, do, ori_kv, cmp_kv, indices, places, used, row0, count, tasks, K, zero, q_s, do_s, k_s,
-                q_full, do_full, q_empty, k_full, k_empty, N, D, COMPRESSED, BN,
+                q_full, do_full, q_empty, k_full, k_empty, N, D, COMPRESSED, BN, LOOP,
             )),
         ],
         [4, 4, 4],

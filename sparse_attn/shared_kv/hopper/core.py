@@ -1,4 +1,4 @@
-"""What the Gluon kernels share: which slots of a list are used, the keys of a tile, barriers, and their Spec.
+"""What the Gluon kernels share: which slots of a list are used, the keys of a tile, barriers.
 
 The kernels know neither batches nor documents: every program reads its query's ranges from `places` (sparse_attn/shared_kv/places.py).
 A query's tiles of BN keys are its window's, then its compressed ones'; the last tile of each kind is padded with keys that do not count.
@@ -6,16 +6,13 @@ A query's tiles of BN keys are its window's, then its compressed ones'; the last
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernel_runtime.launch import Spec
@@ -29,22 +26,6 @@ def used_kernel(indices, places, used, K, BK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     visible = tl.load(places + row * 4 + 3) - tl.load(places + row * 4 + 2)
     tl.store(used + row, used_slots(indices, row * K, K, visible, BK))
-
-
-@dataclass(frozen=True)
-class GluonSpec(Spec):
-    """A Spec of a Gluon kernel. It is for sm_90 alone; other targets have the plain kernels."""
-
-    targets: tuple[str, ...] = ("cuda",)
-
-    def source(self) -> Any:
-        plain = super().source()
-        return GluonASTSource(self.kernel, plain.signature, plain.constants, plain.attrs)
-
-
-@cache
-def multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @cache

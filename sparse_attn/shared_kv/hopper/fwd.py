@@ -38,9 +38,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from kernel_runtime.device import device_properties
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.fwd import SELECTED, mode_of
-from sparse_attn.shared_kv.hopper.core import HEADS, GluonSpec, copy_layout_for, load_ranges, multiprocessors, new_barrier, tile_keys, used_of
+from sparse_attn.shared_kv.hopper.core import HEADS, copy_layout_for, load_ranges, new_barrier, tile_keys, used_of
 from sparse_attn.shared_kv.places import places_of
 
 BN = 64  # keys of a tile
@@ -178,9 +179,7 @@ def consumer(
             # out of the loop and spills them.
             z = i * zero
             last = i + 1 == num_pairs
-            _, valid = tile_keys(
-                indices, first_slot, 2 * i + X, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED == 2, BN
-            )
+            _, valid = tile_keys(indices, first_slot, 2 * i + X, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED == 2, BN)
             mbarrier.wait(k_full[2 * X], phase)
             fence_async_shared()
             s = warpgroup_mma(q_s.index(z), k_s.index(z + 2 * X).permute((1, 0)), s_zero, use_acc=False, is_async=True)
@@ -311,13 +310,14 @@ def hopper_fwd_kernel(
 @cache
 def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool) -> Spec:
     x = f"*{TRITON_DTYPE[dtype]}"
-    return GluonSpec(
+    return Spec(
         hopper_fwd_kernel,
         types={
             "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "used": "*i32", "out": x,
             "lse": "*fp32", "rows": "i32", "tasks": "i32", "K": "i32", "zero": "i32", "scale": "fp32",
         },
         consts={"N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BN": BN},
+        targets=("cuda",),
     )  # fmt: skip
 
 
@@ -344,7 +344,7 @@ def attention_fwd(
     spec = forward_spec(q.dtype, N, D, mode, sinks is not None)
     sinks = lse if sinks is None else sinks.contiguous()
     tasks = rows * triton.cdiv(N, HEADS)
-    grid = (min(tasks, multiprocessors(q.get_device())),)
+    grid = (min(tasks, device_properties(q.device).cube_cores),)
     spec.launch(grid, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, tasks, K, 0, scale)
     if return_cmp_probs and mode == SELECTED:  # otherwise there is no entry that a slot could hold
         from sparse_attn.shared_kv.hopper.probs import slot_probs

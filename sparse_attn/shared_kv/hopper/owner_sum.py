@@ -78,17 +78,18 @@ def owner_kernel(indices, places, owner, row0, slots, K, chunk, entries, lowest,
     tl.store(owner + at, (key + lowest).to(owner.dtype.element_ty), mask=on)
 
 
-@triton.jit(do_not_specialize=["slot0", "count", "K"])
+@triton.jit(do_not_specialize=["first", "slot0", "count", "K"])
 def list_sum_kernel(
-    part, starts, order, dkv, slot0, count, K, GROUPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr
+    part, starts, order, dkv, first, slot0, count, K, GROUPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr
 ):  # fmt: skip
-    """Adds to dkv [entries, D] fp32 the rows of part [groups, count, K, D] that each entry owns; order counts slots from slot0 on."""
+    """Adds to dkv [entries, D] fp32 the rows of part [groups, count, K, D] that each entry owns. `first` is the chunk's in starts, slot0
+    its first slot in `order`."""
     SLICES: tl.constexpr = D // BD
     entry = tl.program_id(0) // SLICES
     d = (tl.program_id(0) % SLICES) * BD + tl.arange(0, BD)
     n = tl.arange(0, BL)
-    begin = tl.load(starts + entry)
-    end = tl.load(starts + entry + 1)
+    begin = tl.load(starts + first + entry)
+    end = tl.load(starts + first + entry + 1)
     acc = tl.zeros([BL, BD], tl.float32)
     for i in tl.range(begin, end, BL, num_stages=2):
         on = i + n < end
@@ -113,7 +114,7 @@ def range_sum_spec(dtype: torch.dtype, groups: int, D: int, column: int) -> Spec
     return Spec(
         range_sum_kernel,
         types={**types, "row0": "i32", "count": "i32", "slots": "i32"},
-        consts={"COLUMN": column, "GROUPS": groups, "D": D, "BD": 128, "BL": 32},
+        consts={"COLUMN": column, "GROUPS": groups, "D": D, "BD": D, "BL": 16},
         targets=("cuda",),
     )
 
@@ -130,8 +131,8 @@ def list_sum_spec(dtype: torch.dtype, groups: int, D: int) -> Spec:
     types = {"part": f"*{TRITON_DTYPE[dtype]}", "starts": "*i32", "order": "*i64", "dkv": "*fp32"}
     return Spec(
         list_sum_kernel,
-        types={**types, "slot0": "i32", "count": "i32", "K": "i32"},
-        consts={"GROUPS": groups, "D": D, "BD": 128, "BL": 32},
+        types={**types, **dict.fromkeys(("first", "slot0", "count", "K"), "i32")},
+        consts={"GROUPS": groups, "D": D, "BD": D, "BL": 16},
         targets=("cuda",),
     )
 
@@ -158,8 +159,8 @@ def range_sum(part: torch.Tensor, places: torch.Tensor, bounds: torch.Tensor, dk
 def owner_lists(
     indices: torch.Tensor, places: torch.Tensor, row0: int, rows: int, chunk: int, K: int, entries: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """starts [chunks, entries + 1] int32 and order [rows * K] int64: in chunk c of queries row0 + c * chunk, ..., entry j owns the slots
-    order[starts[c, j] : starts[c, j + 1]], counted from slot 0 of query row0."""
+    """starts [chunks * entries + 1] int32 and order [rows * K] int64: in chunk c of queries row0 + c * chunk, ..., entry j owns the slots
+    order[starts[c * entries + j] : starts[c * entries + j + 1]], counted from slot 0 of query row0."""
     chunks, slots = triton.cdiv(rows, chunk), rows * K
     short = chunks * entries < 1 << 16  # 16-bit keys take half of the sort's passes
     owner = torch.empty(slots, dtype=torch.int16 if short else torch.int32, device=places.device)
@@ -167,14 +168,12 @@ def owner_lists(
     owner_spec(short).launch((triton.cdiv(slots, 1024),), indices, places, owner, row0, slots, K, chunk, entries, lowest)
     owner, order = torch.sort(owner, stable=True)
     bounds = torch.arange(chunks * entries + 1, dtype=torch.int32, device=places.device) + lowest
-    flat = torch.searchsorted(owner, bounds.to(owner.dtype), out_int32=True)
-    # the end of an entry is the start of the next one, also from chunk to chunk
-    return torch.as_strided(flat, (chunks, entries + 1), (entries, 1)), order
+    return torch.searchsorted(owner, bounds.to(owner.dtype), out_int32=True), order
 
 
-def list_sum(part: torch.Tensor, starts: torch.Tensor, order: torch.Tensor, dkv: torch.Tensor, slot0: int) -> None:
-    """Adds part [groups, count, K, D] to dkv [entries, D] fp32; starts is one chunk's, slot0 the chunk's first slot in `order`."""
+def list_sum(part: torch.Tensor, starts: torch.Tensor, order: torch.Tensor, dkv: torch.Tensor, index: int, slot0: int) -> None:
+    """Adds part [groups, count, K, D] to dkv [entries, D] fp32: chunk `index` of the lists, whose first slot in `order` is slot0."""
     groups, count, K, D = part.shape
     spec = list_sum_spec(part.dtype, groups, D)
-    grid = (starts.shape[0] - 1) * (D // spec.consts["BD"])
-    spec.launch((grid,), part, starts, order, dkv, slot0, count, K)
+    entries = dkv.shape[0]
+    spec.launch((entries * (D // spec.consts["BD"]),), part, starts, order, dkv, index * entries, slot0, count, K)

@@ -14,8 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from kernel_runtime.device import device_properties
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.hopper.core import HEADS, GluonSpec, load_ranges, multiprocessors, new_barrier, tile_keys
+from sparse_attn.shared_kv.hopper.core import HEADS, load_ranges, new_barrier, tile_keys
 from sparse_attn.shared_kv.hopper.fwd import BN, gather_tasks
 
 
@@ -108,7 +109,7 @@ def probs_spec(dtype: torch.dtype, N: int, D: int) -> Spec:
     x = f"*{TRITON_DTYPE[dtype]}"
     types = {"q": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "lse": "*fp32", "probs": "*fp32"}
     numbers = {**dict.fromkeys(("rows", "tasks", "K", "zero"), "i32"), "scale": "fp32"}
-    return GluonSpec(hopper_probs_kernel, types={**types, **numbers}, consts={"N": N, "D": D, "BN": BN})
+    return Spec(hopper_probs_kernel, types={**types, **numbers}, consts={"N": N, "D": D, "BN": BN}, targets=("cuda",))
 
 
 def slot_probs(
@@ -119,6 +120,6 @@ def slot_probs(
     K, rows, groups = indices.shape[-1], places.shape[0], triton.cdiv(N, HEADS)
     probs = torch.zeros((groups, *indices.shape), dtype=torch.float32, device=q.device)
     tasks = rows * groups
-    grid = (min(tasks, multiprocessors(q.get_device())),)
+    grid = (min(tasks, device_properties(q.device).cube_cores),)
     probs_spec(q.dtype, N, D).launch(grid, q, cmp_kv, indices, places, used, lse, probs, rows, tasks, K, 0, scale)
     return probs[0] if groups == 1 else probs.sum(0)
