@@ -18,6 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="Triton interpreter; `make test` runs it in a second pass with TRITON_INTERPRET=1"))
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers in every run and in any order of the tests."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel_device(request: pytest.FixtureRequest) -> str:
     """The device of a kernel test: the CPU in Triton's interpreter, or a GPU."""
