@@ -1,0 +1,198 @@
+"""Sparse attention: window, all compressed entries, selected entries; forward, backward and deterministic backward.
+
+Sizes of DeepSeek-V4: D 512, window 128, sinks; SCFA takes 512 of S / 4 entries (random scores), CFA all of S / 128. Providers: hopper and
+plain, the launchers of the two kernels; reference (plain PyTorch, eager) and compile (the same under torch.compile), which keep gathered
+keys of every query for the backward and are left out above --eager-limit tokens; flex (flex_attention, SWA alone, without sinks).
+TFLOP/s counts valid (query, key) pairs, 4 forward and 10 backward times pairs, heads and D; % is of the rate of a bf16 8192^3 product on
+random data in the same run. GB/s counts q, out, lse, dout, dq and the keys once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.common import Row, copy_rate, median_ms, peak_mib, print_table
+from reference.sparse_attn import sparse_attn_shared_kv as reference_attention
+
+D, WINDOW, TOP_K = 512, 128, 512
+RATIO = {"swa": 0, "cfa": 128, "scfa": 4}
+PROVIDERS = ("hopper", "plain", "reference", "compile", "flex")
+DIRECTIONS = ("forward", "forward + probs", "backward", "backward, det.")
+
+
+@dataclass
+class Problem:
+    mode: str
+    q: Tensor
+    ori_kv: Tensor
+    cmp_kv: Tensor | None
+    indices: Tensor | None
+    sinks: Tensor
+    dout: Tensor
+    pairs: int
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.q, self.ori_kv, self.cmp_kv, self.indices, self.sinks
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """cuts and offsets of a pack (none), scale, ratio, window: what the launchers take after their tensors"""
+        return None, None, None, None, None, D**-0.5, RATIO[self.mode], WINDOW
+
+
+def make(mode: str, S: int, N: int, seed: int = 0) -> Problem:
+    """bf16, drawn on the device; one sequence."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator)
+
+    t = torch.arange(1, S + 1, device="cuda")
+    pairs, cmp_kv, indices = int(t.clamp(max=WINDOW).sum()), None, None
+    if mode != "swa":
+        entries = S // RATIO[mode]
+        cmp_kv, visible = normal(1, entries, D), t // RATIO[mode]
+        if mode == "cfa":
+            pairs += int(visible.sum())
+        else:
+            indices = torch.full((1, S, TOP_K), -1, device="cuda", dtype=torch.int32)
+            for begin in range(0, S, 1024):
+                limit = visible[begin : begin + 1024, None]
+                score = torch.rand((limit.shape[0], entries), device="cuda", generator=generator)
+                value, entry = score.masked_fill(torch.arange(entries, device="cuda") >= limit, -1.0).topk(min(TOP_K, entries), dim=1)
+                indices[0, begin : begin + 1024, : value.shape[1]] = torch.where(value >= 0, entry, -1).int()
+            pairs += int((indices >= 0).sum())
+    return Problem(
+        mode, normal(1, S, N, D), normal(1, S, D), cmp_kv, indices, torch.randn(N, device="cuda", generator=generator),
+        normal(1, S, N, D), pairs,
+    )  # fmt: skip
+
+
+def launchers(x: Problem, provider: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    if provider == "hopper":
+        from sparse_attn.shared_kv.hopper import hopper_supports
+        from sparse_attn.shared_kv.hopper.bwd import attention_bwd
+        from sparse_attn.shared_kv.hopper.fwd import attention_fwd
+
+        if (reason := hopper_supports(x.q)) is not None:
+            raise RuntimeError(reason)
+    else:
+        from sparse_attn.shared_kv.bwd import attention_bwd
+        from sparse_attn.shared_kv.fwd import attention_fwd
+    yield "forward", lambda: attention_fwd(*x.tensors, *x.options, False)
+    if x.mode == "scfa":
+        yield "forward + probs", lambda: attention_fwd(*x.tensors, *x.options, True)
+    out, lse, _ = attention_fwd(*x.tensors, *x.options, False)
+    yield "backward", lambda: attention_bwd(x.dout, *x.tensors, out, lse, *x.options, False)
+    yield "backward, det.", lambda: attention_bwd(x.dout, *x.tensors, out, lse, *x.options, True)
+
+
+def autograd(x: Problem, fn: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """fn(q, ori_kv, cmp_kv, sinks) under plain autograd"""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x.q, x.ori_kv, x.cmp_kv, x.sinks)]
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return fn(*leaves)
+
+    yield "forward", forward
+    out = fn(*leaves)
+    wanted = [t for t in leaves if t is not None]
+    yield "backward", lambda: torch.autograd.grad(out, wanted, x.dout, retain_graph=True, allow_unused=True)
+
+
+def eager(x: Problem, compiled: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    def run(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, sinks: Tensor) -> Tensor:
+        return reference_attention(q, ori_kv, cmp_kv, x.indices, sinks, cmp_ratio=RATIO[x.mode] or None, window=WINDOW)
+
+    return autograd(x, torch.compile(run) if compiled else run)
+
+
+def flex(x: Problem) -> Iterator[tuple[str, Callable[[], object]]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    S = x.q.shape[1]
+    mask = create_block_mask(lambda b, h, i, j: (j <= i) & (j > i - WINDOW), None, None, S, S, device="cuda")
+    attend = torch.compile(flex_attention)
+
+    def run(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, sinks: Tensor) -> Tensor:
+        kv = ori_kv[:, None]
+        return attend(q.transpose(1, 2), kv, kv, block_mask=mask, enable_gqa=True, scale=D**-0.5).transpose(1, 2)
+
+    return autograd(x, run)
+
+
+def cases_of(x: Problem, provider: str, eager_limit: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    if provider in ("hopper", "plain"):
+        return launchers(x, provider)
+    if x.q.shape[1] > eager_limit:
+        return iter(())
+    if provider == "flex":
+        return flex(x) if x.mode == "swa" else iter(())
+    return eager(x, provider == "compile")
+
+
+def least_bytes(x: Problem, direction: str) -> int:
+    keys = x.ori_kv.nbytes + (0 if x.cmp_kv is None else x.cmp_kv.nbytes) + (0 if x.indices is None else x.indices.nbytes)
+    lse = 4 * x.q.numel() // D
+    return (2 if direction.startswith("forward") else 4) * x.q.nbytes + lse + keys * (1 if direction.startswith("forward") else 2)
+
+
+def matmul_rate() -> float:
+    """TFLOP/s of a bf16 8192^3 product on random data"""
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    return 2 * 8192**3 / median_ms(lambda: a @ b) / 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--modes", nargs="+", choices=RATIO, default=list(RATIO))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536])
+    parser.add_argument("--heads", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--eager-limit", type=int, default=4096)
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    copy, product = copy_rate(), matmul_rate()
+    print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s")
+    rows: list[Row] = []
+    for N in args.heads:
+        for S in args.tokens:
+            here: list[Row] = []
+            for mode in args.modes:
+                x = make(mode, S, N)
+                for provider in args.providers:
+                    try:
+                        for direction, fn in cases_of(x, provider, args.eager_limit):
+                            fn()
+                            ms, peak = median_ms(fn), peak_mib(fn)
+                            rate = (4 if direction.startswith("forward") else 10) * x.pairs * N * D / ms / 1e9
+                            note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
+                            least = least_bytes(x, direction)
+                            shape = f"S {S}, N {N}"
+                            here.append(Row("attn", shape, "bf16", mode, direction, provider, False, ms, least, copy, 0, peak, note))
+                    except Exception as error:  # a provider may not take the shape or run out of memory: say so and go on
+                        print(f"{provider} {mode} S {S} N {N}: {type(error).__name__}: {str(error)[:200]}")
+                    torch.cuda.empty_cache()
+                torch._dynamo.reset()
+            here.sort(key=lambda r: (args.modes.index(r.op), DIRECTIONS.index(r.direction)))
+            print_table(f"attention, S {S}, {N} heads, D {D}, bf16", here)
+            rows += here
+    return rows
+
+
+def main() -> None:
+    """Alone, without `bench.run`: the table on the screen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
