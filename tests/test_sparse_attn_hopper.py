@@ -177,6 +177,129 @@ def test_more_than_2_31_elements(poisoned):
     assert torch.isfinite(whole["dori"]).all()
 
 
+def partial_rows(groups, rows, slots, D, device):
+    return torch.randn((groups, rows, slots, D), generator=torch.Generator().manual_seed(3)).to(device)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_sums_of_partial_rows(kernel_device, groups, monkeypatch):
+    """Windows by bisection and lists by a sort, over two lists of two chunks each, against index_add; rows that count for nothing are NaN."""
+    from reference.cases.sparse_attn import mixed_indices
+    from sparse_attn.shared_kv.hopper import owner_sum
+    from sparse_attn.shared_kv.places import places_of
+    from tests.op_checks import poison_empty
+
+    device, chunk, listed, K, window, D, ratio = kernel_device, 4, 8, 9, 5, 128, 2
+    cu_q, cu_cmp = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 6, 6, 13], [0, 3, 3, 6]))
+    q, ori, cmp = torch.zeros(14, 3, D, device=device), torch.zeros(13, D, device=device), torch.zeros(6, D, device=device)
+    places = places_of(q, ori, cmp, cu_q, None, cu_cmp, None, None, ratio, window)  # row 13 is after the last document
+    t = torch.tensor([*range(6), *range(7), 0])
+    indices = mixed_indices(t, torch.tensor([3] * 6 + [3] * 8), K, ratio, torch.Generator().manual_seed(0)).to(device)
+    poison_empty(monkeypatch)
+    bounds = owner_sum.range_bounds(places, 13, 0)
+    dori, dcmp = (torch.zeros(n, D, device=device) for n in (13, 6))
+    want_ori, want_cmp = torch.zeros_like(dori), torch.zeros_like(dcmp)
+    rows = places.tolist()
+    for row0 in range(0, 14, chunk):
+        count = min(chunk, 14 - row0)
+        part_ori, part_cmp = (partial_rows(groups, count, n, D, device) for n in (window, K))
+        for r in range(count):
+            begin, end, first, last = rows[row0 + r]
+            want_ori[begin:end] += part_ori[:, r, : end - begin].sum(0)
+            part_ori[:, r, end - begin :] = torch.nan
+            for k, entry in enumerate(indices[row0 + r].tolist()):
+                if 0 <= entry < last - first:
+                    want_cmp[first + entry] += part_cmp[:, r, k].sum(0)
+                else:
+                    part_cmp[:, r, k] = torch.nan
+        if row0 % listed == 0:
+            starts, order = owner_sum.owner_lists(indices, places, row0, min(listed, 14 - row0), chunk, K, 6)
+        owner_sum.range_sum(part_ori, places, bounds, dori, row0, 0)
+        owner_sum.list_sum(part_cmp, starts, order, dcmp, row0 % listed // chunk, row0 % listed * K)
+    torch.testing.assert_close(dori, want_ori, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(dcmp, want_cmp, rtol=1e-6, atol=1e-5)
+
+
+def test_delta_and_gradient_of_sinks(kernel_device, monkeypatch):
+    from sparse_attn.shared_kv.hopper.bwd import delta_spec, sink_gradient
+    from tests.op_checks import poison_empty
+
+    generator = torch.Generator().manual_seed(0)
+    out, dout = (torch.randn((135, 3, 128), generator=generator).to(kernel_device, FP16) for _ in range(2))
+    lse = torch.randn((135, 3), generator=generator).to(kernel_device)
+    sinks = torch.tensor([0.3, torch.inf, -torch.inf], device=kernel_device)
+    lse[7] = sinks.where(sinks.isfinite(), -torch.inf)  # a query that sees nothing
+    poison_empty(monkeypatch)
+    delta = torch.empty_like(lse)
+    delta_spec(FP16, 128).launch((26,), out, dout, delta, 135 * 3)
+    want = (out.double() * dout.double()).sum(-1)
+    torch.testing.assert_close(delta.double(), want, rtol=1e-5, atol=1e-5)
+    share = torch.where(sinks.isfinite(), torch.exp(sinks.double() - lse.double()), 0.0)
+    torch.testing.assert_close(sink_gradient(sinks, lse, delta).double(), -(share * want).sum(0), rtol=1e-5, atol=1e-5)
+
+
+class FusedInTorch:
+    """Stands in for the fused kernel, with its arguments, where there is no sm_90: the launcher around it is what is tested."""
+
+    def __init__(self, *_):
+        pass
+
+    def launch(self, grid, q, ori_kv, cmp_kv, indices, places, used, dout, lse, delta, dq, dori, dcmp, row0, count, tasks, K, *rest):
+        N, D = q.shape[-2:]
+        scale = rest[-1]
+        q, dout, dq = (x.view(-1, N, D) for x in (q, dout, dq))
+        ori_kv, cmp_kv, lse, delta = ori_kv.view(-1, D), cmp_kv.reshape(-1, D), lse.view(-1, N), delta.view(-1, N)
+        partial = dori.dim() == 4
+        assert tasks == count and grid[0] <= tasks
+        for local in range(count):
+            row = row0 + local
+            begin, end, first, last = places[row].tolist()
+            slots = list(range(last - first)) if indices is places else indices.view(-1, K)[row].tolist() if K else []
+            slots = [] if cmp_kv.shape[0] == q.shape[0] * N else slots  # q stands in for cmp_kv where there is none
+            chosen = [k for k, entry in enumerate(slots) if 0 <= entry < last - first]
+            assert not K or (chosen[-1] + 1 if chosen else 0) == used[row]
+            total = torch.zeros(N, D)
+            for keys, sums, at in (
+                (list(range(begin, end)), dori, list(range(end - begin))),
+                ([first + slots[k] for k in chosen], dcmp, chosen),
+            ):
+                if not keys:
+                    continue
+                kv = (ori_kv if sums is dori else cmp_kv)[keys].float()
+                p = torch.exp(q[row].float() @ kv.T * scale - lse[row, :, None])
+                dz = p * (dout[row].float() @ kv.T - delta[row, :, None]) * scale
+                total += dz @ kv
+                rows = dz.T @ q[row].float() + p.T @ dout[row].float()
+                if partial:
+                    sums[0, local, at] = rows.to(sums.dtype)
+                else:
+                    sums.view(-1, D).index_add_(0, torch.tensor(keys), rows)
+            dq[row] = total.to(dq.dtype)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
+def test_launcher_of_the_backward(mode, deterministic, monkeypatch):
+    """Everything around the fused kernel: chunks of 4 queries, two of them to a list, delta, sums, sinks, dtypes."""
+    from sparse_attn.shared_kv.hopper import bwd
+    from tests.op_checks import poison_empty
+
+    one = AttentionCase("launcher", mode, N=3, D=128, B=2, S=7, S2=12, K=5, cmp_ratio=2, window=4)
+    inputs = attention_inputs(one, dtype=FP16)
+    dout = torch.randn(inputs["q"].shape, generator=torch.Generator().manual_seed(1)).to(FP16)
+    want = expected(inputs, dout, mode)
+    monkeypatch.setattr(bwd, "backward_spec", FusedInTorch)
+    monkeypatch.setattr(bwd, "chunk_of", lambda *_: 4)
+    monkeypatch.setattr(bwd, "LIST_SLOTS", 2 * 4 * 5)
+    poison_empty(monkeypatch)
+    tensors, options = arguments(inputs, one)
+    grads = bwd.attention_bwd(dout, *tensors, want["out"].to(FP16), want["lse"].float(), *options, deterministic)
+    got = {name: x for name, x in zip(("dq", "dori", "dcmp", "dsinks"), grads) if x.numel()}
+    check(got, {name: want[name] for name in got}, FP16, factor=3.0)  # few keys a query: delta of the rounded out weighs more
+    assert ("dcmp" in got) == (mode != "swa") and all(got[name].dtype == FP16 for name in ("dq", "dori"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [96, 48])
 def test_other_head_dims_are_left_to_the_plain_kernels(D):

@@ -34,6 +34,7 @@ from sparse_attn.shared_kv.places import places_of
 
 BN = 32  # keys of a tile
 CHUNK_BYTES = 3 << 29  # partial rows of a chunk of queries
+LOOP = True  # a program works through many tasks; False starts a program a task (NOTES.md says what is expected of it)
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -83,12 +84,6 @@ def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -
     return part.sum(0)
 
 
-def looped(compressed: int, partial: bool) -> bool:
-    """Whether a program works through many tasks: 1.5 % faster with a list and additions; in the other forms the loop's spills cost more
-    than it gains (up to 7 %)."""
-    return compressed == SELECTED and not partial
-
-
 @cache
 def backward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, partial: bool) -> Spec:
     x = f"*{TRITON_DTYPE[dtype]}"
@@ -100,9 +95,13 @@ def backward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, partial: 
             "delta": "*fp32", "dq": x, "dori": target, "dcmp": target,
             **dict.fromkeys(("row0", "count", "tasks", "K", "ori_slots", "cmp_slots", "zero"), "i32"), "scale": "fp32",
         },
-        consts={"N": N, "D": D, "COMPRESSED": compressed, "BN": BN, "PARTIAL": partial, "LOOP": looped(compressed, partial)},
+        consts={"N": N, "D": D, "COMPRESSED": compressed, "BN": BN, "PARTIAL": partial, "LOOP": LOOP},
         targets=("cuda",),
     )  # fmt: skip
+
+
+def programs(tasks: int, device: torch.device) -> int:
+    return min(tasks, device_properties(device).cube_cores) if LOOP else tasks
 
 
 def chunk_of(rows: int, row_bytes: int, wave: int) -> int:
@@ -142,8 +141,7 @@ def attention_bwd(
         inputs = (q, ori_kv, cmp, indices, places, used, dout, lse, delta, dq)
         if not deterministic:
             tasks = rows * groups
-            grid = (min(tasks, device_properties(q.device).cube_cores) if spec.consts["LOOP"] else tasks,)
-            spec.launch(grid, *inputs, dori, dcmp if mode != NONE else dori, 0, rows, tasks, K, 0, 0, 0, scale)
+            spec.launch((programs(tasks, q.device),), *inputs, dori, dcmp if mode != NONE else dori, 0, rows, tasks, K, 0, 0, 0, scale)
         else:
             ori_slots = ori_kv.shape[-2] if window is None else min(window, ori_kv.shape[-2])
             cmp_slots = K if mode == SELECTED else cmp.shape[-2] if mode == ALL else 0
@@ -174,7 +172,7 @@ def _partial_sums(
         if mode == SELECTED and row0 % listed == 0:
             starts, order = owner_lists(indices, places, row0, min(listed, rows - row0), chunk, K, dcmp.shape[0])
         tasks = count * groups
-        spec.launch((tasks,), *inputs, part_ori, part_cmp, row0, count, tasks, K, ori_slots, cmp_slots, 0, scale)
+        spec.launch((programs(tasks, device),), *inputs, part_ori, part_cmp, row0, count, tasks, K, ori_slots, cmp_slots, 0, scale)
         range_sum(part_ori, places, ori_bounds, dori, row0, 0)
         if mode == ALL:
             range_sum(part_cmp, places, cmp_bounds, dcmp, row0, 2)

@@ -15,7 +15,7 @@ dKV leaves in one of two forms:
 
 Shared memory at D = 512, 210 or 216 KB: q 64, dO 64, keys 64, P and dZ double buffered 16, layout change of a dKV chunk 2 or 8.
 
-With LOOP the grid is as large as the device, and the first keys of the next task arrive while the last one is finished. dq is staged in
+With LOOP (see bwd.py) the grid is as large as the device, and the first keys of the next task arrive while the last one is finished. dq is staged in
 the keys' ring, the left half of D in the left halves of both tiles, so q and dO can be filled again as soon as warpgroup 2 has read them.
 
 Barriers. b is the tile's parity; half tile i is D half i // 2, tile i % 2 of the ring.

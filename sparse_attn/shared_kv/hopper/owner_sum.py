@@ -48,8 +48,8 @@ def range_sum_kernel(
     first = tl.load(places + row0.to(tl.int64) * 4 + COLUMN)
     last = tl.load(places + (row0 + count - 1).to(tl.int64) * 4 + COLUMN + 1)
     for key in range(first + tl.program_id(0) // SLICES, last, tl.num_programs(0) // SLICES):
-        begin = tl.maximum(tl.load(bounds + key.to(tl.int64) * 2) - row0, 0)
-        end = tl.minimum(tl.load(bounds + key.to(tl.int64) * 2 + 1) - row0, count)
+        begin = tl.maximum(tl.load(bounds + key * 2) - row0, 0)
+        end = tl.minimum(tl.load(bounds + key * 2 + 1) - row0, count)
         acc = tl.zeros([BL, BD], tl.float32)
         for i in tl.range(begin, end, BL, num_stages=2):
             on = i + n < end
@@ -58,7 +58,7 @@ def range_sum_kernel(
             for group in tl.static_range(GROUPS):
                 at = (group * count + local) * slots + slot
                 acc += tl.load(part + at[:, None] * D + d[None, :], mask=on[:, None], other=0.0).to(tl.float32)
-        target = dkv + key.to(tl.int64) * D + d
+        target = dkv + (tl.zeros([BD], tl.int64) + key) * D + d
         tl.store(target, tl.load(target) + tl.sum(acc, 0))
 
 
