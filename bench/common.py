@@ -48,10 +48,14 @@ class Row:
 
 
 def median_ms(fn: Callable[[], object], rep: int = 60) -> float:
-    """Median of a call in ms; the L2 cache is flushed before each. Host time counts where it is longer than the device's."""
+    """Median of a call in ms over `rep` ms of calls, at least 9; the L2 cache is flushed before each.
+
+    Host time counts where it is longer than the device's.
+    """
     from triton.testing import do_bench
 
-    return float(do_bench(fn, warmup=10, rep=rep, return_mode="median"))
+    once = do_bench(fn, warmup=1, rep=1, return_mode="median")
+    return float(do_bench(fn, warmup=10, rep=max(rep, int(9 * once)), return_mode="median"))
 
 
 def copy_rate() -> float:

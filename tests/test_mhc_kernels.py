@@ -167,7 +167,8 @@ def test_replay_from_coefficients_is_bit_equal(kernel_device, name, with_pre_mix
     assert torch.equal(y, mhc_ops.pre_bmm(inputs["pre_mix"] if with_pre_mix else pre, replayed, impl="triton"))
 
 
-def test_forms_for_ascend(kernel_device, monkeypatch):
+@pytest.mark.interpret
+def test_forms_for_ascend(monkeypatch):
     """The forms that loop over their programs (and post_bwd without tuples) give the same as those of a GPU."""
     import mhc_ops.boundary.fwd
     import mhc_ops.head.fwd
@@ -175,8 +176,6 @@ def test_forms_for_ascend(kernel_device, monkeypatch):
     import mhc_ops.post.fwd
     import mhc_ops.pre.bwd
 
-    if kernel_device == "cuda":
-        pytest.skip("their block sizes are Ascend's; the interpreter covers them")
     for module, names in (
         (mhc_ops.boundary.fwd, ("expand_split_spec", "gates_collapse_spec")),
         (mhc_ops.head.fwd, ("head_spec",)),
@@ -190,7 +189,7 @@ def test_forms_for_ascend(kernel_device, monkeypatch):
         monkeypatch.setattr(module, "row_grid", lambda device, programs: min(3, programs))
     for name in OPS:
         for n in (3, 4):
-            check(kernel_device, monkeypatch, name, MhcShape(1, 5, n, 40))
+            check("cpu", monkeypatch, name, MhcShape(1, 5, n, 40))
     inputs = [make_inputs("hc_post", MhcShape(1, 5, 5, 300), dtype=FP32)[k] for k in ("f", "x", "post", "comb")]
     dout = torch.randn(1, 5, 5, 300, generator=torch.Generator().manual_seed(3))
     got, want = (mhc_ops.post.bwd.post_bwd(dout, *inputs, npu=npu) for npu in (True, False))
@@ -226,3 +225,25 @@ def test_gpu_single_pass_and_paper(monkeypatch, dtype, std):
         check(
             "cuda", monkeypatch, "hc_post_pre", MhcShape(1, 1021, 4, 1280), dtype, pre_mix, std, return_pre=True, convention=convention
         )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_gpu_offsets_beyond_int32():
+    """106,000 tokens of 4 x 5120 are more than 2^31 elements: the last tokens agree with the same tokens by themselves."""
+    tokens, last = 106_000, 300
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = MhcShape(1, last, 4, 5120)
+    names = ("f", "x", "post", "comb")
+    site = {k: v for k, v in make_inputs("hc_post_pre", shape, device="cuda").items() if k not in names}
+    sizes = ((5120,), (4, 5120), (4,), (4, 4))
+    whole = [torch.rand(1, tokens, *s, generator=generator, device="cuda").to(BF16 if 5120 in s else FP32) for s in sizes]
+    results = []
+    for part in (whole, [t[:, -last:] for t in whole]):
+        leaves = {n: t.detach().requires_grad_() for n, t in zip(names, part)}
+        streams, y, post, comb = mhc_ops.hc_post_pre(**leaves, **site, impl="triton")
+        cotangents = [torch.ones_like(o) for o in (streams, y)]
+        grads = torch.autograd.grad([streams, y], list(leaves.values()), cotangents)
+        results.append([t[:, -last:].clone() for t in (streams, y, post, comb, *grads)])
+        del leaves, streams, y, post, comb, cotangents, grads
+    for i, (got, want) in enumerate(zip(*results)):
+        assert relative_error(got, want) <= 4e-3, i
