@@ -207,9 +207,9 @@ class Attention(nn.Module):
         return (None, state, 0.0 * entries.sum()) if short else (entries, state, None)
 
     def _select(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        topk = min(self.config.index_topk, k.shape[1])  # more slots than entries would be -1 and cost the attention time
+        # The same number of slots for every length (-1 where there are fewer entries), so that no length needs a kernel of its own
         with torch.no_grad():
-            return lightning_indexer(q, k, weights, topk, cmp_ratio=self.ratio, impl=self.impl)[0]
+            return lightning_indexer(q, k, weights, self.config.index_topk, cmp_ratio=self.ratio, impl=self.impl)[0]
 
     def _kl(self, state: IndexerState, probs: Tensor | None, q: Tensor, entries: Tensor | None) -> Tensor:
         if state.indices is None or entries is None:
