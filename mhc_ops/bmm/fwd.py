@@ -91,13 +91,14 @@ def forward_spec(op: str, dtype: torch.dtype, n: int, d: int, npu: bool) -> Spec
     """op is "pre", "post" or "res"."""
     coefficient, tensor, result = {"pre": ("pre", "x", "y"), "post": ("post", "f", "out"), "res": ("comb", "x", "out")}[op]
     stream = f"*{TRITON_DTYPE[dtype]}"
+    block_d = min(BLOCK_D, triton.next_power_of_2(d))
     return Spec(
         {"pre": pre_bmm_fwd_kernel, "post": post_bmm_fwd_kernel, "res": res_bmm_fwd_kernel}[op],
         types={coefficient: "*fp32", tensor: stream, result: stream, "T": "i32"},
-        consts={"N": n, "D": d, "BD": min(BLOCK_D, triton.next_power_of_2(d)), "LOOP": npu},
+        consts={"N": n, "D": d, "BD": block_d, "LOOP": npu},
         hot=True,
         targets=("ascend",) if npu else ("cuda", "hip"),
-        tokens=1,
+        tokens=min(block_d, d) / d,
         minimal_bytes={"pre": n + 1, "post": n + 1, "res": 2 * n}[op] * d * dtype.itemsize,
     )
 
