@@ -18,7 +18,9 @@ BLOCK_SPAN = 256
 @triton.jit
 def product(a, b, acc):
     """acc + a @ b. fp32 operands are multiplied in full: a score rounded to tf32 would select other blocks."""
-    if (a.dtype == tl.float32) and (not INTERPRETING):
+    if INTERPRETING:
+        return dot(a, b, acc)
+    elif a.dtype == tl.float32:  # no `and`: Triton 3.2 cannot join a constexpr and a bool
         return tl.dot(a, b, acc, input_precision="ieee")
     else:
         return dot(a, b, acc)
