@@ -9,11 +9,16 @@ from mhc_ops.modules import HyperConnection, HyperHead
 from mhc_ops.post.api import hc_post
 from mhc_ops.pre.api import hc_pre
 from mhc_ops.project.api import hc_project
+from mhc_ops.recompute.api import hc_block_recompute, hc_recompute
+from mhc_ops.recompute.planner import Plan, Stage, plan
 from mhc_ops.sinkhorn.api import sinkhorn
 
 __all__ = [
     "HyperConnection",
     "HyperHead",
+    "Plan",
+    "Stage",
+    "hc_block_recompute",
     "hc_expand",
     "hc_gates",
     "hc_head",
@@ -21,6 +26,8 @@ __all__ = [
     "hc_post_pre",
     "hc_pre",
     "hc_project",
+    "hc_recompute",
+    "plan",
     "post_bmm",
     "pre_bmm",
     "res_bmm",

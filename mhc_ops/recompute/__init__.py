@@ -1,0 +1,1 @@
+"""Recompute of what mHC adds to the memory of the backward pass: regions, replay of a block, the planner."""
