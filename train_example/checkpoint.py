@@ -9,6 +9,7 @@ saved by their global shape: a run may go on with another number of processes or
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,10 @@ def find(resume: str, folder: Path) -> Path:
 
 def read_progress(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
     """The progress saved with a checkpoint; ConfigError if it is one of another model."""
-    record = json.loads((path / STATE_FILE).read_text())
+    try:
+        record = json.loads((path / STATE_FILE).read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path / STATE_FILE} is damaged: {error}") from error
     saved, wanted = record["model"], json.loads(json.dumps(model_config))  # tuples become lists, as they did in the file
     differing = [name for name in sorted(saved.keys() | wanted.keys()) if saved.get(name) != wanted.get(name)]
     if differing:
@@ -110,7 +114,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     rng = {"rng": {rank: _rng_state(device)}}
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     if all(f"rng.{rank}.{kind}" in saved for kind in rng["rng"][rank]):  # else the saving run had no such rank, or no such device
-        dcp.load(rng, checkpoint_id=path, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank loads its own, alone
+            dcp.load(rng, checkpoint_id=path, no_dist=True)
         torch.set_rng_state(rng["rng"][rank]["cpu"])
         if device.type != "cpu":
             getattr(torch, device.type).set_rng_state(rng["rng"][rank][device.type], device)

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         judged = key in args.keys
         verdict = "" if not judged else f"  {'ok' if worst <= args.tolerance else 'ABOVE'} {args.tolerance:g}"
         failed |= judged and worst > args.tolerance
-        print(f"{key:10} largest relative difference {worst:.3e} at step {step} of {len(values)}{verdict}")
+        print(f"{key:10} largest relative difference {worst:.3e} at step {step} ({len(values)} compared){verdict}")
     return int(failed)
 
 

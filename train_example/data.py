@@ -107,6 +107,8 @@ class Dataset:
                 f"the training part of the text has {self.train_tokens} tokens of {len(text)} (eval_fraction {eval_fraction}), "
                 f"too short for one sequence of seq_len {seq_len} + 1"
             )
+        if held_out in (1, 2):  # the first token has no prediction, the last one is the end of a file: not a byte would count
+            raise ConfigError(f"the held-out part of the text has {held_out} tokens (eval_fraction {eval_fraction}): too short; raise it, or take 0")
         self._epoch, self._order, self._shift = -1, np.empty(0, dtype=np.int64), 0
 
     def sequence(self, number: int) -> np.ndarray:

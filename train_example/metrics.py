@@ -152,7 +152,7 @@ def draw_curves(out: Path) -> str:
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        if len(keys) > 1:
+        if len(keys) > 1 and axes.lines:
             axes.legend()
     figure.savefig(out / "curves.png", dpi=110)
     return f"curves: {out / 'curves.png'}"

@@ -1,7 +1,8 @@
 """Parallelism of the trainer: FSDP2 over all ranks for the dense parameters, expert parallelism x FSDP2 for the experts.
 
     mesh "fsdp"            all W ranks                     dense parameters, sharded on dim 0
-    mesh "efsdp" x "ep"    W = efsdp * ep, ep innermost    experts [E, ...]: dim 0 (the expert) over ep, dim 1 over efsdp
+    mesh "efsdp" x "ep"    W = efsdp * ep, ep innermost    experts [E, ...]: dim 0 (the expert) over ep, dim 1 over efsdp (dim 0 again
+                                                          where efsdp does not divide dim 1: FSDP splits unevenly along dim 0 alone)
 
 Every parameter is thus sharded over all W ranks, exactly once. The rules that keep the numbers right:
 
@@ -15,10 +16,12 @@ Every parameter is thus sharded over all W ranks, exactly once. The rules that k
 """
 
 import datetime
+import math
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from train_example.run_config import ConfigError
 
+T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
@@ -71,6 +75,9 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not getattr(torch, kind).is_available():
         raise ConfigError(f"device = {kind} was asked for, but torch finds none here")
+    found, wanted = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if wanted > found:
+        raise ConfigError(f"{wanted} processes on this host, but torch finds {found} {kind} devices here; each process needs one of its own")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device.index)
     return device
@@ -125,7 +132,31 @@ def shutdown() -> None:
 def check_experts(num_experts: int, parallel: Parallel) -> None:
     ep = parallel.sparse.size(1)
     if num_experts % ep:
-        raise ConfigError(f"ep = {ep} does not divide the {num_experts} experts; every rank must hold the same number of them")
+        fits = math.gcd(num_experts, parallel.sparse.size(0) * ep)
+        possible = ", ".join(str(n) for n in range(1, fits + 1) if fits % n == 0)
+        raise ConfigError(
+            f"ep = {ep} does not divide the {num_experts} experts; every rank must hold the same number of them. Possible here: --ep {possible}"
+        )
+
+
+def together(action: Callable[[], T]) -> T:
+    """action() on every rank. If it cannot work on one of them, all of them raise the same ConfigError, which names the rank. Collective.
+
+    For whatever may differ between hosts, such as files: a rank that gave up alone would leave the others waiting for it.
+    """
+    result, reason = None, None
+    try:
+        result = action()
+    except (ConfigError, OSError) as error:
+        reason = str(error)
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    failed = {rank: text for rank, text in enumerate(reasons) if text is not None}
+    if failed:
+        first = min(failed)
+        everywhere = set(reasons) == {failed[first]}
+        raise ConfigError(failed[first] if everywhere else f"rank {first}: {failed[first]}")
+    return result  # type: ignore[return-value]  # None only where T is None
 
 
 def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, param_dtype: torch.dtype, recompute: str = "none") -> None:
@@ -139,11 +170,15 @@ def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, 
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    efsdp = parallel.sparse["efsdp"]
+
+    def expert_shard(param: nn.Parameter) -> Shard:
+        return Shard(1 if param.shape[1] % efsdp.size() == 0 else 0)
+
     for moe in moe_modules(model):
         _shard_experts(moe.experts, parallel)
         moe.ep_group = parallel.ep_group
-        efsdp = parallel.sparse["efsdp"]
-        fully_shard(moe.experts, mesh=efsdp, mp_policy=policy, shard_placement_fn=lambda param: Shard(1))
+        fully_shard(moe.experts, mesh=efsdp, mp_policy=policy, shard_placement_fn=expert_shard)
     # FSDP warns of a view that a unit returns, for one could write into it in place; the model writes nowhere in place
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     left = list(islands)
@@ -171,9 +206,8 @@ def moe_modules(model: nn.Module) -> list[nn.Module]:
 
 def _shard_experts(experts: nn.Module, parallel: Parallel) -> None:
     for name, param in list(experts.named_parameters(recurse=False)):
-        efsdp = parallel.sparse.size(0)
-        if param.dim() < 2 or param.shape[1] % efsdp:
-            raise ValueError(f"expert weight {name} {tuple(param.shape)}: dim 1 must exist and be divisible by efsdp = {efsdp}")
+        if param.dim() < 2:
+            raise ValueError(f"expert weight {name} {tuple(param.shape)} must have the experts in dim 0 and at least one dim more")
         sharded = distribute_tensor(param.data, parallel.sparse["ep"], [Shard(0)], src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
 

@@ -91,6 +91,8 @@ class RunConfig:
             raise ConfigError(f"recompute = {self.recompute} does not exist yet; recompute = layer does")
         if not self.out and (self.resume == "latest" or self.overwrite):
             raise ConfigError("resume = latest and overwrite need the run's folder: name it with --out")
+        if self.resume == "latest" and self.overwrite:
+            raise ConfigError("overwrite would delete the run that resume = latest is to go on with; leave one of them out")
         for name in ("seq_len", "batch", "accumulate", "steps", "log_every", "lr", "startup_timeout", "step_timeout", "adam_eps"):
             self._need(getattr(self, name) > 0, name, "a number above 0")
         for name in ("warmup_steps", "weight_decay", "min_lr", "balance", "seed"):
@@ -107,7 +109,8 @@ class RunConfig:
         for item in dataclasses.fields(self):
             choices = item.metadata["choices"]
             self._need(choices is None or getattr(self, item.name) in choices, item.name, f"one of {', '.join(choices or ())}")
-        self.profile_range()
+        traced = self.profile_range()
+        self._need(traced.start <= self.steps, "profile", f"START:END with START up to the last step, {self.steps}")
 
     def _need(self, holds: bool, name: str, wanted: str) -> None:
         if not holds:

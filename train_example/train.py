@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kernel_runtime import interpreting
+from kernel_runtime import forbid_compile, interpreting
+from kernel_runtime.warmup import warmup
 from train_example import checkpoint, metrics
 from train_example.data import Dataset, Text, find_files, write_default_text
 from train_example.model import DeepSeekV4, fp32_islands
@@ -35,12 +36,23 @@ from train_example.parallel import (
     pick_device,
     set_timeouts,
     shutdown,
+    together,
 )
 from train_example.run_config import ConfigError, RunConfig, parse
 from train_example.step import evaluate, train_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRODUCTS = ("config.json", "environment.json", "train.log", "metrics.jsonl", "curves.png", "text", "checkpoints", "traces")
+
+
+def warm_kernels(config: RunConfig, device: torch.device) -> bool:
+    """Compile and load every kernel of the model, once a host, before the first collective can time out; whether it was done."""
+    if device.type == "cpu" or config.impl == "eager":
+        return False
+    # every process would print the same lines
+    log = print if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    warmup(config.model, device, dtype=config.dtype, barrier=False, log=log)
+    return True
 
 
 def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.Module:
@@ -73,24 +85,39 @@ def run_folder(config: RunConfig) -> Path:
     return Path(name[0])
 
 
-def prepare_run_folder(config: RunConfig, out: Path, parallel: Parallel) -> Text:
-    """Rank 0 makes the folder and echoes the settings; every rank opens the text."""
-    used = (out / "metrics.jsonl").exists() and not (config.resume or config.overwrite)
-    files = None if not config.data else find_files(config.data)
-    dist.barrier()  # every rank has looked before rank 0 changes anything
-    if used:
+def check_run_folder(config: RunConfig, out: Path, resume: Path | None) -> None:
+    """Refuse whatever would mix two runs in one folder, or lose one unasked."""
+    own = resume is not None and resume.resolve().is_relative_to(out.resolve())
+    if own and config.overwrite:
+        raise ConfigError(f"overwrite would delete {resume}, which is to be resumed; leave one of them out")
+    if resume and own and resume.resolve() != checkpoint.find(str(out), out).resolve():
+        raise ConfigError(f"{out} has checkpoints behind {resume}; name another folder with --out, or use --resume latest")
+    if (out / "metrics.jsonl").exists() and not (own or config.overwrite):
         raise ConfigError(f"{out} holds a run already; name another folder with --out, or use --resume latest or --overwrite")
+
+
+def prepare_run_folder(config: RunConfig, out: Path, resume: Path | None, parallel: Parallel) -> Text:
+    """Rank 0 makes the folder and echoes the settings; every rank opens the text."""
+    # every rank has looked before rank 0 changes anything
+    together(lambda: check_run_folder(config, out, resume))
+    files = together(lambda: find_files(config.data) if config.data else [])
     default = out / "text" / "language_reference.txt"
-    if parallel.rank == 0:
-        if config.overwrite and not config.resume:
+
+    def make() -> None:
+        if config.overwrite:
             for name in PRODUCTS:
                 shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
-        if files is None:
+        if not files:
             write_default_text(default)
-    dist.barrier()
-    text = Text(files or [default])
+
+    together(lambda: make() if parallel.rank == 0 else None)
+    text = together(lambda: Text(files or [default]))
+    lengths: list[Any] = [None] * parallel.world
+    dist.all_gather_object(lengths, len(text))
+    if len(set(lengths)) > 1:
+        raise ConfigError(f"the ranks read different texts under {config.data or default}: {lengths} tokens, rank 0 first")
     if parallel.rank == 0:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         where = {"device": str(parallel.device.type), "processes": parallel.world, "ep": parallel.sparse.size(1)}
@@ -115,17 +142,18 @@ def train(config: RunConfig) -> dict[str, Any]:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only with a fixed workspace
         torch.use_deterministic_algorithms(True)
+    warmed = warm_kernels(config, device)
     parallel = init_parallel(device, config.ep, config.startup_timeout)
     torch.manual_seed(config.seed + parallel.rank)  # for whatever may draw numbers in a forward; the weights have a seed of their own
     out = run_folder(config)
     check_experts(config.model.num_experts, parallel)
     sizes = {name: value for name, value in config.to_dict()["model"].items() if name != "preset"}
     progress: dict[str, Any] = {"step": 0, "tokens": 0, "loss_ema": None}
-    resume = checkpoint.find(config.resume, out / "checkpoints") if config.resume else None
+    resume = together(lambda: checkpoint.find(config.resume, out / "checkpoints") if config.resume else None)
     if resume:
-        progress = checkpoint.read_progress(resume, sizes)
+        progress = together(lambda: checkpoint.read_progress(resume, sizes))
 
-    dataset = Dataset(prepare_run_folder(config, out, parallel), config.seq_len, config.eval_fraction, config.seed)
+    dataset = Dataset(prepare_run_folder(config, out, resume, parallel), config.seq_len, config.eval_fraction, config.seed)
     model = build_model(config, parallel, fill=resume is None)
     optimizer = make_optimizer(model, config)
     if resume:
@@ -138,6 +166,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         where = f"{parallel.world} x {device.type}, ep {parallel.sparse.size(1)}"
         text = f"text of {len(dataset.text)} tokens, {dataset.train_tokens} to train on"
         log.say(f"{out} | {parameters / 1e6:.2f} M parameters | {where} | {text}" + (f" | resumed from {resume}" if resume else ""))
+        if progress["step"] >= config.steps:
+            log.say(f"nothing left to do: {progress['step']} steps are done and --steps is {config.steps}")
     flops = metrics.flops_per_token(config.model, config.seq_len)
     peak = metrics.peak_flops(device, config.dtype, config.peak_tflops)
     local_tokens = config.seq_len * config.batch * config.accumulate
@@ -153,6 +183,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         if not row:
             set_timeouts(parallel, config.step_timeout)  # nothing compiles from now on
+            if warmed:
+                forbid_compile("warn")
         ema = progress["loss_ema"]
         ema = result["loss"] if ema is None else metrics.EMA_DECAY * ema + (1 - metrics.EMA_DECAY) * result["loss"]
         progress = {"step": step, "tokens": progress["tokens"] + local_tokens * parallel.world, "loss_ema": ema}
@@ -195,17 +227,28 @@ class Trace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit status: 0, or 2 for settings that cannot work (said in one line by rank 0)."""
+    """Command line; returns the exit status: 0, 2 for settings that cannot work, 1 for a loss that is not finite, 130 for Ctrl-C.
+
+    Each of these is said in one line, by the first process of a host (all processes of a host end for the same reason). Anything else is
+    an exception with its traceback, and status 1.
+    """
     try:
         train(parse(argv))
-    except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+    except (ConfigError, FloatingPointError) as error:
+        _complain(f"error: {error}")
         if dist.is_initialized():
             dist.destroy_process_group()
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        _complain("interrupted; --resume latest goes on from the last checkpoint (--save-every says how often there is one)")
+        return 130
     shutdown()
     return 0
+
+
+def _complain(message: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
