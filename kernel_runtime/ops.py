@@ -78,6 +78,13 @@ class OpLibrary:
         return getattr(getattr(torch.ops, self.namespace), name).default
 
 
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)` where one tensor may come twice, as in compress_kv(x, x, ...): torch.compile refuses that, so it gets views."""
+    if torch.compiler.is_compiling():
+        args = tuple(a.view_as(a) if isinstance(a, torch.Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args))
+    return function.apply(*args)
+
+
 def eager_vjp(
     fn: Callable[..., Any],
     tensors: Sequence[torch.Tensor | None],
@@ -91,7 +98,10 @@ def eager_vjp(
     """
     wanted = [t is not None and t.is_floating_point() for t in tensors] if wanted is None else wanted
     # An op's implementation runs below autograd (a dispatch mode such as opcheck's excludes it altogether); the recompute needs it back.
-    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+    # Where it runs in a forward pass, an activation checkpoint around the op has hooks that would take the inner graph's saved tensors for
+    # its own and recompute the whole region when they are read; plain hooks on top keep it out.
+    autograd_on = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with torch.enable_grad(), autograd_on, torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
         outs = fn(*leaves)
         outs = (outs,) if isinstance(outs, torch.Tensor) else outs

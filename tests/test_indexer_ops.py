@@ -396,3 +396,28 @@ def test_deterministic_follows_torch(monkeypatch):
             monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda answer=answer: answer)
             indexer_kl_loss(*index_inputs(BSND), indices, **options, deterministic=asked)
     assert seen == [False, True, False, True]
+
+
+@pytest.mark.parametrize("op", ["scores", "loss"])
+def test_one_tensor_in_two_places_in_one_graph(op):
+    """Queries and keys of the same documents share their cuts, and the tensors of the main attention may be the indexer's own."""
+    gen = torch.Generator().manual_seed(3)
+    q, k, w, lse = (torch.randn(shape, generator=gen) for shape in ((6, 2, 8), (6, 8), (6, 2), (6, 2)))
+    cu, indices = torch.tensor([0, 2, 2, 6], dtype=torch.int32), torch.tensor([0, -1, 2], dtype=torch.int32).expand(6, 3)
+
+    def run(q, k, w):
+        options = {"cmp_ratio": 1, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        if op == "loss":
+            return indexer_kl_loss(q, k, w, indices, q=q, cmp_kv=k, lse=lse, **options)
+        scores = lightning_indexer(q, k, w, 2, **options)[1]
+        return torch.where(scores.isinf(), 0.0, scores).sin().sum()
+
+    results = []
+    for fn in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        tensors = [x.clone().requires_grad_() for x in (q, k, w)]
+        value = fn(*tensors)
+        value.backward()
+        results.append([value, *(x.grad for x in tensors)])
+    for want, got in zip(*results, strict=True):
+        assert want.abs().sum() > 0
+        torch.testing.assert_close(got, want)

@@ -189,3 +189,24 @@ def test_modules_are_the_functions(impl):
 def test_module_errors(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("name", ["res_bmm", "post_bmm", "pre_mix"])
+def test_one_tensor_in_two_places(name, compiled):
+    """The gradient of a tensor given twice is the sum of both; torch.compile refuses an autograd.Function with a repeated input."""
+    args = make_inputs("hc_post_pre", MhcShape(2, 3, 4, 4), dtype=FP32)
+    comb, post = args["comb"], args["post"]
+    fn, start = {
+        "res_bmm": (mhc_ops.res_bmm, comb),
+        "post_bmm": (mhc_ops.post_bmm, post),
+        "pre_mix": (lambda a, b: hc_post_pre(**(args | {"post": a}), pre_mix=b)[1], post),
+    }[name]
+    run = torch.compile(fn, fullgraph=True, backend="aot_eager") if compiled else fn
+    one, a, b = (start.detach().clone().requires_grad_() for _ in range(3))
+    got, want = run(one, one), fn(a, b)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    cotangent = torch.randn(got.shape, generator=torch.Generator().manual_seed(5))
+    got.backward(cotangent)
+    want.backward(cotangent)
+    torch.testing.assert_close(one.grad, a.grad + b.grad)

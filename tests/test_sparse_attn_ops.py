@@ -168,6 +168,30 @@ def test_a_changed_length_recompiles_once_at_most():
     assert len(graphs) <= 2  # the first length, then any
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("name", ["entries", "cuts", "gate"])
+def test_one_tensor_in_two_places(name, compiled):
+    """The gradient of a tensor given twice is the sum of both; torch.compile refuses an autograd.Function with a repeated input."""
+    gen = torch.Generator().manual_seed(11)
+    x, q, bias = (torch.randn(shape, generator=gen) for shape in ((2, 6, 8), (2, 6, 3, 8), (2, 8)))
+    cu, indices = torch.tensor([0, 2, 2, 6], dtype=torch.int32), torch.tensor([0, 3, -1, 5], dtype=torch.int32).expand(2, 6, 4)
+    fn = {
+        "entries": lambda x, y: sparse_attn_shared_kv(q, x, y, indices, cmp_ratio=1, window=2),
+        "cuts": lambda x, y: sparse_attn_shared_kv(
+            q[0], x[0], y[0], indices[0], cmp_ratio=1, window=2, cu_seqlens_q=cu, cu_seqlens_ori=cu, cu_seqlens_cmp=cu
+        ),
+        "gate": lambda x, y: compress_kv(x, y, bias, 2),
+    }[name]
+    run = torch.compile(fn, fullgraph=True, backend="aot_eager") if compiled else fn
+    one, a, b = (x.clone().requires_grad_() for _ in range(3))
+    got, want = run(one, one), fn(a, b)
+    assert_equal([got], [want])
+    cotangent = torch.randn(got.shape, generator=gen)
+    got.backward(cotangent)
+    want.backward(cotangent)
+    torch.testing.assert_close(one.grad, a.grad + b.grad)
+
+
 def test_helpers_in_one_graph():
     lse = torch.tensor([[1.0, -torch.inf, 2.0], [0.5, 3.0, -1.0]])
     sinks = torch.tensor([0.25, -torch.inf, 2.5])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from indexer.kl_loss.op import IndexerKLLoss
 from indexer.library import check_indexer, resolve_deterministic
-from kernel_runtime import check_choice, check_dtype, check_same, check_shape, run_eager, select_impl
+from kernel_runtime import apply_function, check_choice, check_dtype, check_same, check_shape, run_eager, select_impl
 from kernel_runtime.checks import COEFFICIENTS, FLOATS
 from reference import indexer_loss as reference
 
@@ -90,7 +90,7 @@ def indexer_kl_loss(
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q_index, k_index, weights))
     constants = tuple(None if x is None else x.detach() for x in (indices, teacher, q, cmp_kv, lse))
     options = (reduction == "mean", denominator, coefficient)
-    return IndexerKLLoss.apply(q_index, k_index, weights, *options, *constants, scale, target, *layout, gradients, deterministic, how)
+    return apply_function(IndexerKLLoss, q_index, k_index, weights, *options, *constants, scale, target, *layout, gradients, deterministic, how)
 
 
 def _check_indices(indices: Tensor | None, q_index: Tensor) -> None:

@@ -27,10 +27,7 @@ def _loss(
     dtype = scores_reference.compute_dtype(q_index)
     leaves = [q_index, k_index.to(dtype), weights.to(dtype)]  # gradients of k and weights stay in the dtype of the sums
     if gradients:
-        # This differentiates in the forward pass. An activation checkpoint around the op has hooks that would take the inner graph's saved
-        # tensors for its own and recompute the whole region when they are read; plain hooks on top keep it out.
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            grads = eager_vjp(total, leaves, [torch.ones((), dtype=dtype, device=q_index.device)])
+        grads = eager_vjp(total, leaves, [torch.ones((), dtype=dtype, device=q_index.device)])
     else:
         total(*leaves)
         grads = tuple(x.new_empty(0) for x in leaves)

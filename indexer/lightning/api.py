@@ -4,7 +4,7 @@ from torch import Tensor
 
 from indexer.library import MAX_DIM, MAX_TOPK, SEGMENT, check_bool, check_indexer, resolve_deterministic
 from indexer.lightning.op import LightningIndexer
-from kernel_runtime import check_int, run_eager, select_impl
+from kernel_runtime import apply_function, check_int, run_eager, select_impl
 from reference import indexer as reference
 
 
@@ -70,4 +70,4 @@ def lightning_indexer(
             reference.lightning_indexer, q, k, weights, topk, cmp_ratio=cmp_ratio, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             q_offset=q_offset,
         )  # fmt: skip
-    return LightningIndexer.apply(q, k, weights, topk, *layout, sorted, query_chunk or 0, deterministic, how)
+    return apply_function(LightningIndexer, q, k, weights, topk, *layout, sorted, query_chunk or 0, deterministic, how)

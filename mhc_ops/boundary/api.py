@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kernel_runtime import run_eager, select_impl
+from kernel_runtime import apply_function, run_eager, select_impl
 from mhc_ops.boundary.op import PostPre
 from mhc_ops.library import check_expansion, check_iteration, check_site
+from mhc_ops.recompute.active import recording
 from reference import mhc as reference
 
 
@@ -49,7 +50,13 @@ def hc_post_pre(
             convention=convention, pre_mix=pre_mix, return_pre=return_pre,
         )  # fmt: skip
     options = (iters, float(hc_eps), float(norm_eps), convention, how)
-    streams, y, pre, post, comb = PostPre.apply(f, x, post, comb, fn, scale, base, pre_mix, *options)
+    if (recorder := recording()) is not None:
+        recorder.defer()  # the op saves its own streams
+    streams, y, pre, post_out, comb_out = apply_function(PostPre, f, x, post, comb, fn, scale, base, pre_mix, *options)
+    if recorder is not None:
+        recorder.post(streams, f, x, post, comb, how)
+        recorder.pre(y, pre if pre_mix is None else pre_mix, streams, how)
+        recorder.flush()
     if return_pre is None:
         return_pre = pre_mix is not None
-    return (streams, y, post, comb, pre) if return_pre else (streams, y, post, comb)
+    return (streams, y, post_out, comb_out, pre) if return_pre else (streams, y, post_out, comb_out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_runtime import check_dtype, check_int
+from kernel_runtime import apply_function, check_dtype, check_int
 from kernel_runtime.checks import FLOATS
 from mhc_ops.expand.op import Expand
 from mhc_ops.library import check_streams
@@ -25,4 +25,4 @@ def hc_expand(h: torch.Tensor, hc_mult: int = 4) -> torch.Tensor:
         raise ValueError(f"{op}: h has shape {list(h.shape)}, wanted [..., D] with D at least 1")
     check_int(op, "hc_mult", hc_mult, minimum=1)
     check_streams(op, "hc_mult", hc_mult)
-    return Expand.apply(h, hc_mult)
+    return apply_function(Expand, h, hc_mult)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_runtime import check_dtype, check_int, run_eager, select_impl
+from kernel_runtime import apply_function, check_dtype, check_int, run_eager, select_impl
 from kernel_runtime.checks import COEFFICIENTS
 from mhc_ops.gates.op import Gates
 from mhc_ops.library import check_coefficient, check_iteration, check_streams, mix_columns
@@ -49,4 +49,4 @@ def hc_gates(
     how = select_impl(op, impl, mixes)
     if impl == "eager":
         return run_eager(reference.hc_gates, mixes, scale, base, hc_mult=hc_mult, iters=iters, hc_eps=hc_eps, convention=convention)
-    return Gates.apply(mixes, scale, base, hc_mult, iters, float(hc_eps), convention, how)
+    return apply_function(Gates, mixes, scale, base, hc_mult, iters, float(hc_eps), convention, how)

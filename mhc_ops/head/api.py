@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_runtime import run_eager, select_impl
+from kernel_runtime import apply_function, run_eager, select_impl
 from mhc_ops.head.op import Head
 from mhc_ops.library import check_coefficient, check_eps, check_stream_tensor
 from reference import mhc as reference
@@ -42,4 +42,4 @@ def hc_head(
     how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(reference.hc_head, x, fn, scale, base, hc_eps=hc_eps, norm_eps=norm_eps)
-    return Head.apply(x, fn, scale, base, float(hc_eps), float(norm_eps), how)
+    return apply_function(Head, x, fn, scale, base, float(hc_eps), float(norm_eps), how)

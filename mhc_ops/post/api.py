@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kernel_runtime import run_eager, select_impl
+from kernel_runtime import apply_function, run_eager, select_impl
 from mhc_ops.library import check_expansion
 from mhc_ops.post.op import Post
+from mhc_ops.recompute.active import recording
 from reference import mhc as reference
 
 
@@ -27,4 +28,7 @@ def hc_post(f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Te
     how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(reference.hc_post, f, x, post, comb)
-    return Post.apply(f, x, post, comb, how)
+    streams = apply_function(Post, f, x, post, comb, how)
+    if (recorder := recording()) is not None:
+        recorder.post(streams, f, x, post, comb, how)
+    return streams

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kernel_runtime import run_eager, select_impl
+from kernel_runtime import apply_function, run_eager, select_impl
 from mhc_ops.library import check_iteration, check_site
 from mhc_ops.pre.op import Pre
+from mhc_ops.recompute.active import recording
 from reference import mhc as reference
 
 
@@ -51,7 +52,9 @@ def hc_pre(
             reference.hc_pre, x, fn, scale, base, iters=iters, hc_eps=hc_eps, norm_eps=norm_eps, convention=convention,
             pre_mix=pre_mix, return_pre=return_pre,
         )  # fmt: skip
-    y, pre, post, comb = Pre.apply(x, fn, scale, base, pre_mix, iters, float(hc_eps), float(norm_eps), convention, how)
+    y, pre, post, comb = apply_function(Pre, x, fn, scale, base, pre_mix, iters, float(hc_eps), float(norm_eps), convention, how)
+    if (recorder := recording()) is not None:
+        recorder.pre(y, pre if pre_mix is None else pre_mix, x, how)
     if return_pre is None:
         return_pre = pre_mix is not None
     return (y, post, comb, pre) if return_pre else (y, post, comb)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_runtime import run_eager, select_impl
+from kernel_runtime import apply_function, run_eager, select_impl
 from mhc_ops.library import check_coefficient, check_eps, check_stream_tensor, mix_columns
 from mhc_ops.project.op import Project
 from reference import mhc as reference
@@ -32,4 +32,4 @@ def hc_project(x: torch.Tensor, fn: torch.Tensor, *, norm_eps: float = 1e-6, imp
     how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(reference.hc_project, x, fn, norm_eps=norm_eps)
-    return Project.apply(x, fn, float(norm_eps), how)
+    return apply_function(Project, x, fn, float(norm_eps), how)

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernel_runtime import check_dtype, check_int, run_eager, select_impl
+from kernel_runtime import apply_function, check_dtype, check_int, run_eager, select_impl
 from kernel_runtime.checks import FLOATS
 from mhc_ops.library import check_convention, check_streams
 from mhc_ops.sinkhorn.op import Sinkhorn
@@ -31,4 +31,4 @@ def sinkhorn(logits: torch.Tensor, *, iters: int = 20, eps: float = 1e-6, conven
     how = select_impl(op, impl, logits)
     if impl == "eager":
         return run_eager(reference.sinkhorn, logits, iters=iters, eps=eps, convention=convention)
-    return Sinkhorn.apply(logits, iters, float(eps), convention, how)
+    return apply_function(Sinkhorn, logits, iters, float(eps), convention, how)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernel_runtime import check_dtype, check_int, check_same, check_shape, run_eager, select_impl
+from kernel_runtime import apply_function, check_dtype, check_int, check_same, check_shape, run_eager, select_impl
 from kernel_runtime.checks import FLOATS
 from reference import compress as reference
 from sparse_attn.compress.op import Compress
@@ -56,4 +56,4 @@ def compress_kv(
     how = select_impl(OP, impl, kv)
     if impl == "eager":
         return run_eager(reference.compress_kv, kv, gate, position_bias, ratio, overlap=overlap, cu_seqlens=cu_seqlens)
-    return Compress.apply(kv, gate, position_bias, ratio, overlap, cu_seqlens, how)
+    return apply_function(Compress, kv, gate, position_bias, ratio, overlap, cu_seqlens, how)

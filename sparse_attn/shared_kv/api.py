@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernel_runtime import check_dtype, check_int, check_same, check_shape, run_eager, select_impl
+from kernel_runtime import apply_function, check_dtype, check_int, check_same, check_shape, run_eager, select_impl
 from kernel_runtime.checks import COEFFICIENTS, FLOATS
 from reference import sparse_attn as reference
 from sparse_attn.library import MAX_HEADS, check_coefficients, check_cu_seqlens, check_flag
@@ -85,13 +85,11 @@ def sparse_attn_shared_kv(
         )  # fmt: skip
     if cu_seqlens_q is not None and cmp_kv is not None and cu_seqlens_cmp is None and cmp_ratio is not None:
         cu_seqlens_cmp = reference.compressed_cu_seqlens(cu_seqlens_q if cu_seqlens_ori is None else cu_seqlens_ori, cmp_ratio)
-    if cu_seqlens_ori is cu_seqlens_q:
-        cu_seqlens_ori = None  # torch.compile refuses an autograd.Function that is given one tensor twice
     offsets, offset = (q_offset, None) if isinstance(q_offset, Tensor) else (None, q_offset)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    out, lse, probs = SharedKV.apply(
-        q, ori_kv, cmp_kv, cmp_indices, sinks, cu_seqlens_q, cu_seqlens_ori, cu_seqlens_cmp, offsets,
+    out, lse, probs = apply_function(
+        SharedKV, q, ori_kv, cmp_kv, cmp_indices, sinks, cu_seqlens_q, cu_seqlens_ori, cu_seqlens_cmp, offsets,
         offset, scale, cmp_ratio or 0, window, return_cmp_probs, deterministic, how,
     )  # fmt: skip
     results = (out, *((lse,) if return_lse else ()), *((probs,) if return_cmp_probs else ()))
