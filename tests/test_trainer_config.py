@@ -40,9 +40,19 @@ def test_help_names_units_and_minus_one(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()[0]) < 100, "a usage line, not all of the options"
+    text = " ".join(shown.split())
     for part in ("-1 = no clipping", "seconds a collective", "tokens of a sequence", "-1 = all of them", "--model.hidden-size", "TFLOP/s"):
         assert part in text, part
+
+
+def test_help_comes_once_a_host(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import os
 import re
 import sys
 import tomllib
@@ -218,10 +219,16 @@ class _Parser(argparse.ArgumentParser):
         """One line that says what is wrong; the usage of 60 options would bury it."""
         raise ConfigError(f"{message}; see --help")
 
+    def print_help(self, file: Any = None) -> None:
+        """Once a host, not once a process."""
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            super().print_help(file)
+
 
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    out = _Parser(prog="python -m train_example.train", description=__doc__, allow_abbrev=False, formatter_class=raw)
+    prog = "python -m train_example.train"
+    out = _Parser(prog=prog, usage=f"{prog} [--config FILE] [--SETTING VALUE ...]", description=__doc__, allow_abbrev=False, formatter_class=raw)
     out.add_argument("--config", metavar="FILE", help="JSON or TOML file of settings; the config.json of a run folder is one")
     run = out.add_argument_group("run")
     preset = {"dest": "preset", "choices": tuple(PRESETS), "default": argparse.SUPPRESS}
