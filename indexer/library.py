@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernel_runtime import OpLibrary, check_dtype, check_int, check_same, check_shape
-from kernel_runtime.checks import FLOATS
+from kernel_runtime.checks import FLOATS, check_offset
 
 OPS = OpLibrary("indexer")
 
@@ -76,7 +76,7 @@ def check_indexer(
         )
     if not isinstance(q_offset, Tensor):
         if q_offset is not None:
-            check_int(op, "q_offset", q_offset, minimum=-(2**31))
+            check_offset(op, "q_offset", q_offset)
         return Layout(cmp_ratio, cu_seqlens_q, cu_seqlens_k, 0 if q_offset is None else q_offset, None)
     check_dtype(op, "q_offset", q_offset, (torch.int32,))
     check_shape(op, "q_offset", q_offset, [q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1])

@@ -5,6 +5,7 @@ Every check is plain Python on metadata (never on values), so torch.compile eval
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,9 +15,12 @@ COEFFICIENTS = (torch.float32, torch.float64)
 
 
 def check_tensor(op: str, name: str, value: object) -> None:
-    """TypeError unless `value` is a torch.Tensor."""
+    """TypeError unless `value` is a torch.Tensor with strides: not sparse, not nested."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} must be a strided tensor, got layout {layout}")
 
 
 def check_dtype(op: str, name: str, value: torch.Tensor, wanted: Sequence[torch.dtype]) -> None:
@@ -46,13 +50,30 @@ def check_same(op: str, name: str, value: torch.Tensor, like_name: str, like: to
         raise ValueError(f"{op}: {name} is on {value.device} but {like_name} is on {like.device}; they must be on one device")
 
 
-def check_int(op: str, name: str, value: object, *, minimum: int) -> None:
-    """TypeError unless `value` is an int (bool is not), ValueError if it is below `minimum`."""
+def check_int(op: str, name: str, value: object, *, minimum: int, maximum: int | None = None) -> None:
+    """TypeError unless `value` is an int (bool is not), ValueError if it is below `minimum` or above `maximum`."""
     # bool is an int to Python, but True as a count is a slip; a symbolic int appears while torch.compile traces
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < minimum:
         raise ValueError(f"{op}: {name} must be at least {minimum}, got {value}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{op}: {name} must be at most {maximum}, got {value}")
+
+
+def check_offset(op: str, name: str, value: object) -> None:
+    """TypeError unless the position `value` is an int, ValueError if it does not fit the int32 of the form that is a tensor."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be an int, an int32 tensor or None, got {type(value).__name__}")
+    check_int(op, name, value, minimum=-(2**31), maximum=2**31 - 1)
+
+
+def check_number(op: str, name: str, value: object) -> None:
+    """TypeError unless `value` is a float or an int (bool is not), ValueError if it is infinite or no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
 
 
 def check_choice(op: str, name: str, value: object, choices: Sequence[str]) -> None:

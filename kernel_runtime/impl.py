@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from functools import cache
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -25,15 +24,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@cache
+# Read once, at import, as Triton itself does. Constants: torch.compile warns of a cached function that it meets.
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
 def interpreting() -> bool:
-    """True if Triton kernels run in its CPU interpreter. Triton reads the variable at import, so it is read once here as well."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    """True if Triton kernels run in its CPU interpreter."""
+    return _INTERPRETING
 
 
-@cache
 def triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _TRITON_INSTALLED
 
 
 def select_impl(op: str, impl: str, tensor: torch.Tensor, *, no_kernel: str | None = None) -> str:

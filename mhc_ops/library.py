@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kernel_runtime import OpLibrary, check_choice, check_dtype, check_int, check_same, check_shape
-from kernel_runtime.checks import FLOATS
+from kernel_runtime.checks import FLOATS, check_number
 
 OPS = OpLibrary("mhc_ops")
 CONVENTIONS = ("v4", "paper")
@@ -52,16 +52,15 @@ def check_coefficient(
 
 
 def check_eps(op: str, name: str, value: object) -> None:
-    """TypeError unless `value` is a number, ValueError if it is negative or no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"{op}: {name} must be a float, got {type(value).__name__}")
-    if not value >= 0:
+    """TypeError unless `value` is a number, ValueError if it is negative or not finite."""
+    check_number(op, name, value)
+    if value < 0:  # type: ignore[operator]
         raise ValueError(f"{op}: {name} must be at least 0, got {value}")
 
 
-def check_iteration(op: str, iters: object, hc_eps: object, convention: str) -> None:
+def check_iteration(op: str, iters: object, eps: object, convention: str, *, eps_name: str = "hc_eps") -> None:
     check_int(op, "iters", iters, minimum=1)
-    check_eps(op, "hc_eps", hc_eps)
+    check_eps(op, eps_name, eps)
     check_convention(op, convention)
 
 

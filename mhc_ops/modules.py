@@ -24,11 +24,13 @@ class _Site(nn.Module):
     base: nn.Parameter
     scale: nn.Parameter
 
-    def __init__(self, hidden_size: int, hc_mult: int, columns: int, factors: int, device: torch.device | str | None) -> None:
+    def __init__(self, hidden_size: int, hc_mult: int, *, site: bool, device: torch.device | str | None) -> None:
         super().__init__()
         check_int(type(self).__name__, "hidden_size", hidden_size, minimum=1)
+        check_int(type(self).__name__, "hc_mult", hc_mult, minimum=1)
         check_streams(type(self).__name__, "hc_mult", hc_mult)
         self.hidden_size, self.hc_mult = hidden_size, hc_mult
+        columns, factors = (mix_columns(hc_mult), 3) if site else (hc_mult, 1)
         self.fn = nn.Parameter(torch.empty(columns, hc_mult * hidden_size, dtype=torch.float32, device=device))
         self.base = nn.Parameter(torch.empty(columns, dtype=torch.float32, device=device))
         self.scale = nn.Parameter(torch.empty(factors, dtype=torch.float32, device=device))
@@ -68,7 +70,7 @@ class HyperConnection(_Site):
         impl: str = "auto",
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(hidden_size, hc_mult, mix_columns(hc_mult), 3, device)
+        super().__init__(hidden_size, hc_mult, site=True, device=device)
         check_iteration("HyperConnection", iters, hc_eps, convention)
         check_eps("HyperConnection", "norm_eps", norm_eps)
         check_choice("HyperConnection", "impl", impl, IMPLS)
@@ -110,7 +112,7 @@ class HyperHead(_Site):
         impl: str = "auto",
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(hidden_size, hc_mult, hc_mult, 1, device)
+        super().__init__(hidden_size, hc_mult, site=False, device=device)
         check_eps("HyperHead", "hc_eps", hc_eps)
         check_eps("HyperHead", "norm_eps", norm_eps)
         check_choice("HyperHead", "impl", impl, IMPLS)

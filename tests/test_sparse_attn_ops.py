@@ -3,6 +3,7 @@
 Numbers are the reference's, tested in test_reference_sparse_attn.py and test_reference_compress.py.
 """
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -192,6 +193,13 @@ def test_one_tensor_in_two_places(name, compiled):
     torch.testing.assert_close(one.grad, a.grad + b.grad)
 
 
+def test_compiling_warns_of_nothing():
+    inputs = attention_inputs(ATTENTION["scfa"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # a DeprecationWarning is torch's own affair
+        torch.compile(sparse_attn_shared_kv, fullgraph=True, backend="aot_eager")(**inputs)
+
+
 def test_helpers_in_one_graph():
     lse = torch.tensor([[1.0, -torch.inf, 2.0], [0.5, 3.0, -1.0]])
     sinks = torch.tensor([0.25, -torch.inf, 2.5])
@@ -345,6 +353,9 @@ ATTENTION_ERRORS = {
     "indices shape": ({"cmp_indices": torch.zeros(2, 12, 5, dtype=i32)}, ValueError, r"cmp_indices has shape .* wanted \[2, 13, K\]"),
     "indices alone": ({"cmp_kv": None}, ValueError, r"cmp_indices without cmp_kv"),
     "indices device": ({"cmp_indices": torch.zeros(2, 13, 5, dtype=i32, device="meta")}, ValueError, r"cmp_indices is on meta"),
+    "indices sparse": ({"cmp_indices": torch.zeros(2, 13, 5, dtype=i32).to_sparse()}, TypeError, r"cmp_indices must be a strided tensor"),
+    "scale nan": ({"softmax_scale": float("nan")}, ValueError, r"softmax_scale must be finite, got nan"),
+    "offset beyond int32": ({"q_offset": -(2**31) - 1}, ValueError, r"q_offset must be at least -2147483648, got -2147483649"),
     "no ratio": ({"cmp_ratio": None}, ValueError, r"cmp_kv needs cmp_ratio"),
     "ratio 0": ({"cmp_ratio": 0}, ValueError, r"cmp_ratio must be at least 1, got 0"),
     "ratio negative": ({"cmp_ratio": -4}, ValueError, r"cmp_ratio must be at least 1, got -4"),
@@ -355,7 +366,7 @@ ATTENTION_ERRORS = {
     "window 0": ({"window": 0}, ValueError, r"window must be at least 1, got 0"),
     "window negative": ({"window": -1}, ValueError, r"window must be at least 1, got -1"),
     "window float": ({"window": 2.5}, TypeError, r"window must be an int, got float"),
-    "scale": ({"softmax_scale": "1"}, TypeError, r"softmax_scale must be a float or None, got str"),
+    "scale": ({"softmax_scale": "1"}, TypeError, r"softmax_scale must be a number, got str"),
     "sinks dtype": ({"sinks": torch.zeros(3, dtype=torch.bfloat16)}, TypeError, r"sinks has dtype bfloat16, wanted float32"),
     "sinks shape": ({"sinks": torch.zeros(4)}, ValueError, r"sinks has shape \[4\], wanted \[3\]"),
     "offset float": ({"q_offset": 1.0}, TypeError, r"q_offset must be an int, an int32 tensor or None, got float"),

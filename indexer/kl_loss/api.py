@@ -6,7 +6,7 @@ from torch import Tensor
 from indexer.kl_loss.op import IndexerKLLoss
 from indexer.library import check_indexer, resolve_deterministic
 from kernel_runtime import apply_function, check_choice, check_dtype, check_same, check_shape, run_eager, select_impl
-from kernel_runtime.checks import COEFFICIENTS, FLOATS
+from kernel_runtime.checks import COEFFICIENTS, FLOATS, check_number
 from reference import indexer_loss as reference
 
 OP = "indexer_kl_loss"
@@ -90,7 +90,8 @@ def indexer_kl_loss(
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q_index, k_index, weights))
     constants = tuple(None if x is None else x.detach() for x in (indices, teacher, q, cmp_kv, lse))
     options = (reduction == "mean", denominator, coefficient)
-    return apply_function(IndexerKLLoss, q_index, k_index, weights, *options, *constants, scale, target, *layout, gradients, deterministic, how)
+    rest = (scale, target, *layout, gradients, deterministic, how)
+    return apply_function(IndexerKLLoss, q_index, k_index, weights, *options, *constants, *rest)
 
 
 def _check_indices(indices: Tensor | None, q_index: Tensor) -> None:
@@ -105,7 +106,7 @@ def _check_given_teacher(teacher: Tensor, indices: Tensor | None, target: str, q
         raise ValueError(f"{OP}: teacher with indices=None; a given teacher belongs to selected slots, the dense form computes its own")
     if target == "compressed":
         raise ValueError(f"{OP}: target='compressed' cannot be made from a given teacher (a mean over heads); pass q and cmp_kv instead")
-    check_dtype(OP, "teacher", teacher, COEFFICIENTS)
+    check_dtype(OP, "teacher", teacher, _wide(q_index))
     check_shape(OP, "teacher", teacher, indices.shape)
     check_same(OP, "teacher", teacher, "q_index", q_index, dtype=False)
 
@@ -123,14 +124,18 @@ def _check_attention(q: Tensor | None, cmp_kv: Tensor | None, lse: Tensor | None
     check_shape(OP, "cmp_kv", cmp_kv, [*k_index.shape[:-1], q.shape[-1]])
     check_same(OP, "cmp_kv", cmp_kv, "q", q)
     if lse is not None:
-        check_dtype(OP, "lse", lse, COEFFICIENTS)
+        check_dtype(OP, "lse", lse, _wide(q))
         check_shape(OP, "lse", lse, q.shape[:-1])
         check_same(OP, "lse", lse, "q", q, dtype=False)
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
-        raise TypeError(f"{OP}: {name} must be a number, got {type(value).__name__}")
+def _wide(like: Tensor) -> tuple[torch.dtype, ...]:
+    """Dtypes of what the attention gives in fp32: fp64 as well beside fp64, nothing is rounded silently."""
+    return COEFFICIENTS if like.dtype == torch.float64 else (torch.float32,)
+
+
+def _number(name: str, value: float) -> float:
+    check_number(OP, name, value)
     return float(value)
 
 
@@ -140,6 +145,8 @@ def _check_denominator(denominator: int | float | Tensor | None, q_index: Tensor
     if isinstance(denominator, Tensor):
         check_shape(OP, "denominator", denominator, [])
         check_same(OP, "denominator", denominator, "q_index", q_index, dtype=False)
+        if denominator.dtype == torch.bool or denominator.is_complex():
+            raise TypeError(f"{OP}: denominator has dtype {str(denominator.dtype).removeprefix('torch.')}, wanted a real number")
         return denominator.detach()
     value = _number("denominator", denominator)
     if not value > 0:

@@ -2,9 +2,9 @@
 
 import torch
 
-from kernel_runtime import apply_function, check_dtype, check_int, run_eager, select_impl
+from kernel_runtime import apply_function, check_dtype, run_eager, select_impl
 from kernel_runtime.checks import FLOATS
-from mhc_ops.library import check_convention, check_streams
+from mhc_ops.library import check_iteration, check_streams
 from mhc_ops.sinkhorn.op import Sinkhorn
 from reference import mhc as reference
 
@@ -19,15 +19,14 @@ def sinkhorn(logits: torch.Tensor, *, iters: int = 20, eps: float = 1e-6, conven
     impl        "auto", "triton" or "eager", see kernel_runtime.impl.
 
     Returns comb [..., N, N] in fp32 (fp64 for fp64 logits). Formulas: reference/mhc.py. Double backward is refused.
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, N, iters, convention or impl.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, N, iters, eps, convention or impl.
     """
     op = "sinkhorn"
     check_dtype(op, "logits", logits, FLOATS)
     if logits.dim() < 2 or logits.shape[-1] != logits.shape[-2]:
         raise ValueError(f"{op}: logits has shape {list(logits.shape)}, wanted [..., N, N]")
     check_streams(op, "logits", logits.shape[-1])
-    check_int(op, "iters", iters, minimum=1)
-    check_convention(op, convention)
+    check_iteration(op, iters, eps, convention, eps_name="eps")
     how = select_impl(op, impl, logits)
     if impl == "eager":
         return run_eager(reference.sinkhorn, logits, iters=iters, eps=eps, convention=convention)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernel_runtime import apply_function, check_dtype, check_int, check_same, check_shape, run_eager, select_impl
-from kernel_runtime.checks import COEFFICIENTS, FLOATS
+from kernel_runtime.checks import COEFFICIENTS, FLOATS, check_number, check_offset
 from reference import sparse_attn as reference
 from sparse_attn.library import MAX_HEADS, check_coefficients, check_cu_seqlens, check_flag
 from sparse_attn.shared_kv.op import SharedKV, no_kernel
@@ -68,8 +68,8 @@ def sparse_attn_shared_kv(
     _check_offset(q, q_offset, cu_seqlens_q)
     if window is not None:
         check_int(OP, "window", window, minimum=1)
-    if softmax_scale is not None and (isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float | torch.SymFloat)):
-        raise TypeError(f"{OP}: softmax_scale must be a float or None, got {type(softmax_scale).__name__}")
+    if softmax_scale is not None:
+        check_number(OP, "softmax_scale", softmax_scale)
     if deterministic is not None:
         check_flag(OP, "deterministic", deterministic)
     check_flag(OP, "return_lse", return_lse)
@@ -200,8 +200,8 @@ def _check_offset(q: Tensor, q_offset: int | Tensor | None, cu_seqlens_q: Tensor
         check_dtype(OP, "q_offset", q_offset, (torch.int32,))
         check_same(OP, "q_offset", q_offset, "q", q, dtype=False)
         check_shape(OP, "q_offset", q_offset, (q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,))
-    elif q_offset is not None and (isinstance(q_offset, bool) or not isinstance(q_offset, int | torch.SymInt)):
-        raise TypeError(f"{OP}: q_offset must be an int, an int32 tensor or None, got {type(q_offset).__name__}")
+    elif q_offset is not None:
+        check_offset(OP, "q_offset", q_offset)
 
 
 def _check_lse(op: str, lse: Tensor, sinks: Tensor) -> None:
