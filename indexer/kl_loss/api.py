@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from indexer.kl_loss.op import IndexerKLLoss
-from indexer.library import check_indexer, resolve_deterministic
+from indexer.library import MAX_ATTENTION_DIM, MAX_ATTENTION_HEADS, MAX_DIM, MAX_TOPK, check_indexer, resolve_deterministic
 from kernel_runtime import apply_function, check_choice, check_dtype, check_same, check_shape, run_eager, select_impl
 from kernel_runtime.checks import COEFFICIENTS, FLOATS, check_number
 from reference import indexer_loss as reference
@@ -12,6 +12,22 @@ from reference import indexer_loss as reference
 OP = "indexer_kl_loss"
 TARGETS = ("joint", "compressed", "marginal")
 REDUCTIONS = ("sum", "mean")
+
+
+def no_kernel(q_index: Tensor, indices: Tensor | None, q: Tensor | None) -> str | None:
+    """Why the kernels do not cover a case, None if they do; q is None with a given teacher."""
+    if q_index.shape[-1] > MAX_DIM:
+        return f"Di = {q_index.shape[-1]}; kernels take at most {MAX_DIM} channels"
+    if indices is not None and indices.shape[-1] > MAX_TOPK:
+        return f"{indices.shape[-1]} slots a query; kernels take at most {MAX_TOPK}"
+    if q is None:
+        return None
+    heads, dim = q.shape[-2:]
+    if heads > MAX_ATTENTION_HEADS:
+        return f"q has N = {heads} heads; kernels take at most {MAX_ATTENTION_HEADS}"
+    if dim % 16 or dim > MAX_ATTENTION_DIM:
+        return f"q has D = {dim} channels; kernels take multiples of 16 up to {MAX_ATTENTION_DIM}"
+    return "q is fp64; kernels take bf16, fp16 and fp32" if q.dtype == torch.float64 else None
 
 
 def indexer_kl_loss(
@@ -80,7 +96,7 @@ def indexer_kl_loss(
     coefficient = _number("coefficient", coefficient)
     denominator = _check_denominator(denominator, q_index)
     deterministic = resolve_deterministic(OP, deterministic)
-    how = select_impl(OP, impl, q_index, no_kernel="no kernel exists yet")
+    how = select_impl(OP, impl, q_index, no_kernel=no_kernel(q_index, indices, q))
     if impl == "eager":
         return run_eager(
             reference.indexer_kl_loss, q_index, k_index, weights, indices, teacher=teacher, q=q, cmp_kv=cmp_kv, lse=lse,

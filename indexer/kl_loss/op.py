@@ -5,7 +5,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy
 
 from indexer.library import LAYOUT_SCHEMA, OPS, offset_of
-from kernel_runtime import eager_vjp
+from kernel_runtime import eager_vjp, register_specs
 from reference import indexer as scores_reference
 from reference import indexer_loss as reference
 
@@ -50,6 +50,7 @@ LOSS = OPS.register(
     " -> (Tensor total, Tensor count, Tensor dq_index, Tensor dk_index, Tensor dweights)",
     fake=_fake_loss,
     eager=_loss,
+    triton="indexer.kl_loss.fwd:indexer_kl_loss_fwd",
 )
 
 KL_OPS = (LOSS,)
@@ -83,7 +84,9 @@ BACKWARD = OPS.register(
     " -> (Tensor, Tensor, Tensor)",
     fake=_fake_scale,
     eager=_scale,
+    triton="indexer.kl_loss.bwd:indexer_kl_loss_bwd",
 )
+register_specs("indexer.kl_loss", "indexer.kl_loss.bwd:specs")
 
 
 class IndexerKLLoss(torch.autograd.Function):

@@ -1,0 +1,72 @@
+"""KL loss backward: the saved gradients times one scalar tensor; and the specs of both directions for the registry."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from indexer.core import span_spec
+from indexer.gradients import gradients_spec, owner_sum_spec
+from indexer.kl_loss.dense import dense_gradient_spec, dense_teacher_spec
+from indexer.kl_loss.fwd import rows_spec
+from indexer.kl_loss.slots import slot_scores_spec, slot_teacher_spec
+from indexer.lightning.fwd import scores_spec
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from kernel_runtime.registry import ModelShape
+
+BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["n"])
+def scale_kernel(x, scale, out, n, B: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    value = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32) * tl.load(scale)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=place < n)
+
+
+@cache
+def scale_spec(dtype: torch.dtype, out_dtype: torch.dtype) -> Spec:
+    return Spec(
+        scale_kernel,
+        types={"x": f"*{TRITON_DTYPE[dtype]}", "scale": "*fp32", "out": f"*{TRITON_DTYPE[out_dtype]}", "n": "i64"},
+        consts={"B": BLOCK},
+    )
+
+
+def indexer_kl_loss_bwd(
+    dq_index: torch.Tensor, dk_index: torch.Tensor, dweights: torch.Tensor, scale: torch.Tensor, weights_dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    results = []
+    for grad, dtype in zip((dq_index, dk_index, dweights), (dq_index.dtype, dq_index.dtype, weights_dtype)):
+        out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+        if grad.numel():
+            scale_spec(grad.dtype, dtype).launch((triton.cdiv(grad.numel(), BLOCK),), grad.contiguous(), scale, out, grad.numel())
+        results.append(out)
+    return tuple(results)
+
+
+def specs(shape: ModelShape) -> Iterator:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[shape.dtype]
+    ratio = min(shape.ratios)  # the indexer belongs to the layers of the smaller ratio
+    index = (dtype, torch.float32, shape.index_heads, shape.index_dim)
+    attention = (dtype, shape.heads, shape.head_dim)
+    yield span_spec(ratio, True, False)
+    for table in (False, True):
+        yield slot_scores_spec(*index, shape.index_topk, ratio, table)
+        yield scores_spec(*index, ratio, table)
+        for own in (False, True):
+            yield slot_teacher_spec(*attention, shape.index_topk, ratio, table, own)
+            yield dense_teacher_spec(*attention, ratio, table, own)
+        for sparse in (True, False):
+            for marginal in (False, True):
+                yield rows_spec(ratio, table, sparse, marginal)
+        for atomic in (False, True):
+            yield gradients_spec(*index, shape.index_topk, table, atomic)
+        for keys in (False, True):
+            yield dense_gradient_spec(*index, ratio, table, keys)
+    yield owner_sum_spec(dtype, shape.index_dim)
+    yield scale_spec(dtype, dtype)
+    yield scale_spec(torch.float32, dtype)
+    yield scale_spec(torch.float32, torch.float32)

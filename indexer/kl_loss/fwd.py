@@ -1,0 +1,209 @@
+"""KL loss of the indexer: value and gradients. Scores, teacher, then loss and dI of every row, then the gradients of dI.
+
+Sparse form: all of it on [rows, K]. Dense form: in chunks of queries, whose scores and teacher take at most 128 MiB each.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from indexer.core import visible, visible_table
+from indexer.gradients import slot_gradients
+from indexer.kl_loss import dense
+from indexer.kl_loss.slots import slot_scores, slot_teacher
+from indexer.lightning.fwd import query_chunks, scores_spec
+from kernel_runtime.launch import Spec
+
+BLOCK_COLUMNS = 1024
+
+
+@triton.jit(do_not_specialize=["b0", "i0", "n", "S", "S3", "rows", "q_offset", "width"])
+def rows_kernel(
+    scores, teacher, indices, span, loss, counted, b0, i0, n, S, S3, rows, q_offset, width,
+    R: tl.constexpr, TABLE: tl.constexpr, SPARSE: tl.constexpr, MARGINAL: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Loss of a row, whether it counts, and dI in place of its scores; rows [batches, n, width], width = K (SPARSE) or S3.
+
+    The first pass finds the softmax's maximum and sum and the teacher's mass, the second one reads scores and teacher again.
+    """
+    local = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (b0 + tl.program_id(1)).to(tl.int64)
+    row = batch * S + i0 + local
+    _, count = visible(span, row, i0 + local, local < n, rows, S3, q_offset, R, TABLE)
+    base = (tl.program_id(1) * n + local).to(tl.int64) * width
+    end = count
+    if SPARSE:
+        end = width
+    c = tl.arange(0, BC)
+    total = (row * 0).to(tl.float32)  # a tensor, also where no loop runs
+    mass = total
+    top = total + float("-inf")
+    for j in range(0, end, BC):
+        on = j + c < end
+        if SPARSE:
+            index = tl.load(indices + base + j + c, mask=on, other=-1)
+            on = (index >= 0) & (index < count)
+        x = tl.load(scores + base + j + c, mask=on, other=float("-inf"))
+        u = tl.load(teacher + base + j + c, mask=on, other=0.0)
+        higher = tl.maximum(top, tl.max(x, 0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), 0)
+        mass += tl.sum(u, 0)
+        top = higher
+    counts = mass > 0.0
+    top = tl.where(counts, top, 0.0)
+    total = tl.where(total > 0.0, total, 1.0)
+    log_total = tl.log(total)
+    value = total * 0.0
+    for j in range(0, end, BC):
+        on = j + c < end
+        if SPARSE:
+            index = tl.load(indices + base + j + c, mask=on, other=-1)
+            on = (index >= 0) & (index < count)
+        x = tl.load(scores + base + j + c, mask=on, other=float("-inf")) - top
+        u = tl.load(teacher + base + j + c, mask=on, other=0.0)
+        p = u / tl.where(counts, mass, 1.0)  # exactly 1 on a single slot
+        value += tl.sum(tl.where(p > 0.0, p * (tl.log(tl.where(p > 0.0, p, 1.0)) - tl.where(on, x, 0.0) + log_total), 0.0), 0)
+        predicted = tl.exp(x) / total
+        if MARGINAL:
+            gradient = mass * predicted - u
+        else:
+            gradient = predicted - p
+        tl.store(scores + base + j + c, tl.where(on, tl.where(counts, gradient, 0.0), 0.0), mask=j + c < end)
+    if MARGINAL:
+        value *= mass
+    tl.store(loss + row, tl.where(counts, value, 0.0))
+    tl.store(counted + row, counts.to(tl.int32))
+
+
+@cache
+def rows_spec(cmp_ratio: int, table: bool, sparse: bool, marginal: bool) -> Spec:
+    return Spec(
+        rows_kernel,
+        types={"scores": "*fp32", "teacher": "*fp32", "indices": "*i32", "span": "*i32", "loss": "*fp32", "counted": "*i32"}
+        | dense.CHUNK_TYPES
+        | {"width": "i32"},
+        consts={"R": cmp_ratio, "TABLE": table, "SPARSE": sparse, "MARGINAL": marginal, "BC": BLOCK_COLUMNS},
+    )
+
+
+class Problem(NamedTuple):
+    """Contiguous inputs of one call; batch 1 in TND."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    weights: torch.Tensor
+    span: torch.Tensor | None
+    batch: int
+    queries: int
+    keys: int
+    cmp_ratio: int
+    q_offset: int
+    marginal: bool
+
+
+def indexer_kl_loss_fwd(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor | None,
+    teacher: torch.Tensor | None,
+    q: torch.Tensor | None,
+    cmp_kv: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    softmax_scale: float,
+    target: str,
+    cmp_ratio: int,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    q_offset: int,
+    q_offsets: torch.Tensor | None,
+    gradients: bool,
+    deterministic: bool,
+) -> tuple[torch.Tensor, ...]:
+    q_index, k_index, weights = q_index.contiguous(), k_index.contiguous(), weights.contiguous()
+    indices, q, cmp_kv = (None if x is None else x.contiguous() for x in (indices, q, cmp_kv))
+    teacher, lse = (None if x is None else x.float().contiguous() for x in (teacher, lse))
+    lse = None if target == "compressed" else lse
+    batch, queries = (1, q_index.shape[0]) if q_index.dim() == 3 else q_index.shape[:2]
+    keys = k_index.shape[-2]
+    device = q_index.device
+    width = keys if indices is None else indices.shape[-1]
+    if not batch * queries * keys * width:
+        shapes = [x.shape if gradients else (0,) for x in (q_index, k_index, weights)]
+        dtypes = (q_index.dtype, torch.float32, torch.float32)
+        zeros = (torch.zeros(s, dtype=d, device=device) for s, d in zip(shapes, dtypes))
+        return torch.zeros((), device=device), torch.zeros((), dtype=torch.int32, device=device), *zeros
+    span = visible_table(batch, queries, keys, cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset, q_offsets, device)
+    x = Problem(q_index, k_index, weights, span, batch, queries, keys, cmp_ratio, q_offset, target == "marginal")
+    loss = torch.empty(batch * queries, dtype=torch.float32, device=device)
+    counted = torch.empty(batch * queries, dtype=torch.int32, device=device)
+    if indices is None:
+        if q is None or cmp_kv is None:
+            raise ValueError("indexer_kl_loss: indices=None without q and cmp_kv")
+        grads = _dense(x, q, cmp_kv, lse, softmax_scale, loss, counted, gradients)
+    else:
+        scores = slot_scores(q_index, k_index, weights, indices, span, cmp_ratio, q_offset)
+        if teacher is None:
+            if q is None or cmp_kv is None:
+                raise ValueError("indexer_kl_loss: neither teacher nor q and cmp_kv")
+            teacher = slot_teacher(q, cmp_kv, lse, indices, span, softmax_scale, cmp_ratio, q_offset)
+        _loss_of_rows(x, scores, teacher, indices, loss, counted, 0, 0, batch, queries, width)
+        if gradients:
+            grads = slot_gradients(q_index, k_index, weights, indices, scores, span, deterministic)
+    if not gradients:
+        grads = q_index.new_empty(0), loss.new_empty(0), loss.new_empty(0)
+    return loss.sum(), counted.sum(dtype=torch.int32), *grads
+
+
+def _loss_of_rows(
+    x: Problem, scores: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor | None, loss: torch.Tensor, counted: torch.Tensor,
+    b0: int, i0: int, batches: int, n: int, width: int,
+) -> None:  # fmt: skip
+    spec = rows_spec(x.cmp_ratio, x.span is not None, indices is not None, x.marginal)
+    tensors = (scores, teacher, counted if indices is None else indices, counted if x.span is None else x.span, loss, counted)
+    spec.launch((n, batches), *tensors, b0, i0, n, x.queries, x.keys, x.batch * x.queries, x.q_offset, width)
+
+
+def _dense(
+    x: Problem, q: torch.Tensor, cmp_kv: torch.Tensor, lse: torch.Tensor | None, scale: float, loss: torch.Tensor, counted: torch.Tensor,
+    gradients: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    device, table = x.q.device, x.span is not None
+    span = counted if x.span is None else x.span  # a pointer that is not read
+    (heads, dim), (attn_heads, attn_dim) = x.q.shape[-2:], q.shape[-2:]
+    dtypes = (x.q.dtype, x.weights.dtype)
+    batches, length = query_chunks(x.batch, x.queries, x.keys, 0)
+    scores, teacher = (torch.empty(batches * length * x.keys, dtype=torch.float32, device=device) for _ in range(2))
+    make_lse = lse is None
+    if lse is None:
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device)
+    score = scores_spec(*dtypes, heads, dim, x.cmp_ratio, table)
+    own = dense.dense_teacher_spec(q.dtype, attn_heads, attn_dim, x.cmp_ratio, table, True)
+    teach = dense.dense_teacher_spec(q.dtype, attn_heads, attn_dim, x.cmp_ratio, table, False)
+    for_q, for_k = (dense.dense_gradient_spec(*dtypes, heads, dim, x.cmp_ratio, table, keys) for keys in (False, True))
+    tiles = triton.cdiv(x.keys, for_k.consts["BK"])
+    splits = dense.key_splits(x.batch, x.keys, for_k.consts["BK"])
+    if gradients:
+        dq = torch.empty_like(x.q)
+        dweights = torch.empty(x.weights.shape, dtype=torch.float32, device=device)
+        partial = torch.zeros(splits, *x.k.shape, dtype=torch.float32, device=device)
+    for b0 in range(0, x.batch, batches):
+        some = min(batches, x.batch - b0)
+        for i0 in range(0, x.queries, length):
+            n = min(length, x.queries - i0)
+            sizes = (b0, i0, n, x.queries, x.keys, x.batch * x.queries, x.q_offset)
+            score.launch((triton.cdiv(n, score.consts["NQ"]), some), x.q, x.k, x.weights, span, scores, *sizes)
+            blocks = triton.cdiv(n, teach.consts["NQ"])
+            if make_lse:
+                own.launch((blocks, some), q, cmp_kv, span, lse, scale, *sizes)
+            teach.launch((blocks * triton.cdiv(x.keys, teach.consts["BK"]), some), q, cmp_kv, lse, span, teacher, scale, *sizes)
+            _loss_of_rows(x, scores, teacher, None, loss, counted, b0, i0, some, n, x.keys)
+            if gradients:
+                inputs = (x.q, x.k, x.weights, scores, span)
+                for_q.launch((n, some, triton.cdiv(heads, for_q.consts["HB"])), *inputs, dq, dweights, *sizes)
+                for_k.launch((tiles, some, splits), *inputs, partial, *sizes)
+    return (dq, partial.sum(0), dweights) if gradients else ()
