@@ -12,7 +12,7 @@ from torch import Tensor
 from kernel_runtime import check_int, select_impl
 from mhc_ops.library import check_coefficient, check_expansion, check_stream_tensor
 from mhc_ops.recompute.active import recording, set_recording
-from mhc_ops.recompute.record import Recorder, replay_collapse, replay_streams, unpack
+from mhc_ops.recompute.record import Recorder, replay_collapse, replay_streams
 
 
 @contextmanager
@@ -35,10 +35,12 @@ def hc_recompute() -> Iterator[None]:
     Warns (RuntimeWarning) if no mHC op was seen although grad mode is on: impl="eager" bypasses the ops, and inside torch.compile the
     region is not seen. RuntimeError in the backward pass if a tensor that was kept has been written in place.
     """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("hc_recompute: a region cannot be compiled, its hooks do not see inside a graph; compile the sublayers in it instead")
     outer, recorder = recording(), Recorder()
     set_recording(recorder)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(*recorder.hooks):
             yield
             recorder.flush()
     finally:

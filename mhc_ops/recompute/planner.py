@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kernel_runtime import check_int
 from mhc_ops.library import check_streams, mix_columns
@@ -23,7 +24,8 @@ class Stage:
     """The layers of one pipeline stage. Bytes are those of a device that holds all `tokens` of the plan, one forward pass of them."""
 
     blocks: tuple[range, ...]  # layers of each region, in order
-    kept_bytes: int  # kept from forward to backward: streams that enter each block, outputs of the sublayers, coefficients
+    kept_bytes: int  # kept from forward to backward: streams that enter each block, outputs of the sublayers, coefficients (pre, too,
+    # which is dropped where no sublayer saves its y)
     replayed_bytes: int  # most that the backward pass adds at a time: the streams inside the largest block, and one y
 
     @property
@@ -89,12 +91,13 @@ def plan(
     edges = [0, *boundaries, num_layers]
     for edge in boundaries:
         check_int(op, "boundaries", edge, minimum=1)
-    if any(a >= b for a, b in zip(edges, edges[1:])):
+    if any(a >= b for a, b in pairwise(edges)):
         raise ValueError(f"{op}: boundaries are {list(boundaries)}, wanted ascending layers in 1..{num_layers - 1}")
 
     streams = hc_mult * hidden * tokens * itemsize
     output = hidden * tokens * itemsize
     coefficients = 4 * tokens * (mix_columns(hc_mult) * 2 + 1)  # mixes and rstd; pre, post and comb are as many as the mixes
+    pre = 4 * tokens * hc_mult  # which the ops by themselves do not save
     layer = SUBLAYERS * (output + coefficients)
 
     def stage(first: int, end: int) -> Stage:
@@ -104,9 +107,9 @@ def plan(
         return Stage(blocks, count * layer + len(blocks) * streams, inside * streams + output)
 
     return Plan(
-        tuple(stage(a, b) for a, b in zip(edges, edges[1:])),
-        _ideal(max(b - a for a, b in zip(edges, edges[1:])), hc_mult),
-        num_layers * (layer + SUBLAYERS * streams),
+        tuple(stage(a, b) for a, b in pairwise(edges)),
+        _ideal(max(b - a for a, b in pairwise(edges)), hc_mult),
+        num_layers * (layer + SUBLAYERS * (streams - pre)),
         num_layers * (layer + streams),
     )
 
@@ -122,4 +125,4 @@ def _block_size(layers: int, n: int) -> int:
 
 def _even(first: int, end: int, blocks: int) -> tuple[range, ...]:
     edges = [first + (end - first) * i // blocks for i in range(blocks + 1)]
-    return tuple(range(a, b) for a, b in zip(edges, edges[1:]))
+    return tuple(range(a, b) for a, b in pairwise(edges))

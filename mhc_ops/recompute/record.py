@@ -13,6 +13,7 @@ kept tensors: the streams that enter the region, the outputs of the sublayers, t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,6 +101,11 @@ def unpack(packed: View | Value) -> Tensor:
     return packed.get()
 
 
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo would trace a hook that is called while compiled code runs. Where it was never imported there is none, and we import none."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+
 class Recorder:
     """One region in one thread."""
 
@@ -111,6 +117,7 @@ class Recorder:
         self.alive: list[StorageWeakRef] = []  # as long as these exist, no other storage gets the same address
         self.pending: list[tuple[Value, Tensor]] | None = None
         self.seen = False
+        self.hooks = _uncompiled(self.pack), _uncompiled(unpack)
 
     def pack(self, tensor: Tensor) -> View | Value:
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
@@ -122,22 +129,21 @@ class Recorder:
         if recipe is not None and recipe[1:] == (tensor.dtype, tensor._version):
             return View(recipe[0], tensor)
         key = (storage._cdata, tensor.dtype, tensor._version, tensor.storage_offset(), tensor.size(), tensor.stride())
-        value = self.values.get(key)
-        if value is None:
+        if key not in self.values:
             self.values[key] = value = Value(tensor.detach())
             self.alive.append(StorageWeakRef(storage))
             if self.pending is None:
                 self._keep(value, tensor)
             else:
                 self.pending.append((value, tensor))
-        return View(value, tensor)
+        return View(self.values[key], tensor)
 
     def _keep(self, value: Value, tensor: Tensor) -> None:
         if self.outer is not None:
             outer_pack, outer_unpack = self.outer
             with torch.no_grad():
                 packed = outer_pack(tensor)
-            value.kept = lambda: outer_unpack(packed)
+            value.kept = _once(lambda: outer_unpack(packed))
         else:
             value.kept = _versioned(tensor.detach())
         value.tensor = None
@@ -162,8 +168,9 @@ class Recorder:
 
     def _note(self, made: Tensor, make: Callable[..., Tensor], inputs: tuple[Tensor, ...], how: str) -> None:
         self.seen = True
-        if not torch.is_grad_enabled():
-            return
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if not torch.is_grad_enabled() or top is None or top[0] is not self.hooks[0]:
+            return  # nothing is saved, or by other hooks: a checkpoint inside the region recomputes all of its part anyway
         storage = made.untyped_storage()
         key = (storage._cdata, made.dtype, made._version, made.storage_offset(), made.size(), made.stride())
         value = self.values.pop(key, None) or Value()
@@ -176,10 +183,22 @@ class Recorder:
         return packed if isinstance(packed, View) else View(packed, tensor)
 
     def close(self) -> None:
-        self.flush()
         self.values.clear()
         self.recipes.clear()
         self.alive.clear()
+        del self.hooks  # a cycle
+
+
+def _once(unpack_outer: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A checkpoint hands each of its tensors out once; here several nodes share it."""
+    found: list[Tensor] = []
+
+    def get() -> Tensor:
+        if not found:
+            found.append(unpack_outer())
+        return found[0]
+
+    return get
 
 
 def _versioned(tensor: Tensor) -> Callable[[], Tensor]:

@@ -1,0 +1,493 @@
+"""Recompute of mHC: the same bits as without, the bytes it is there for, and what else autograd and torch put around it."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import mhc_ops
+from bench.recompute import Layer, Stack, saved_bytes
+from mhc_ops import hc_block_recompute, hc_post, hc_post_pre, hc_pre, hc_recompute, plan
+from mhc_ops.recompute import record
+from reference.cases.mhc import MhcShape, make_inputs
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LAYERS, TOKENS, HIDDEN, N = 5, 6, 40, 4
+
+
+def make_stack(mode: str, dtype: torch.dtype = FP32, layers: int = LAYERS) -> Stack:
+    return Stack(mode, layers, HIDDEN, N, dtype, TOKENS)
+
+
+def gradients(module: torch.nn.Module, run: Callable[[Tensor], Tensor] | None = None, dtype: torch.dtype = FP32, again: int = 0) -> list[Tensor]:
+    """Of the input and every parameter, for random input and cotangent. again: how often backward runs on the same graph before that."""
+    generator = torch.Generator().manual_seed(1)
+    h = torch.randn(2, 3, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    out = (module if run is None else run)(h)
+    cotangent = torch.randn(out.shape, generator=generator).to(dtype)
+    for _ in range(again):
+        out.backward(cotangent, retain_graph=True)
+        h.grad = None
+        module.zero_grad()
+    out.backward(cotangent)
+    found = [h.grad, *(p.grad for p in module.parameters())]
+    assert all(g is not None and torch.isfinite(g).all() and g.abs().sum() > 0 for g in found)
+    return found
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def replays(monkeypatch) -> list[str]:
+    """The names of what is replayed from now on, in order."""
+    seen: list[str] = []
+    for name in ("replay_streams", "replay_collapse"):
+        make = getattr(record, name)
+        monkeypatch.setattr(record, name, lambda *args, make=make, name=name: (seen.append(name), make(*args))[1])
+    return seen
+
+
+# ---- bits
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("mode", ["in-layer", "cross-layer"])
+def test_gradients_are_bit_equal(monkeypatch, mode, dtype):
+    want = gradients(make_stack("stored", dtype), dtype=dtype)
+    seen = replays(monkeypatch)
+    assert same(gradients(make_stack(mode, dtype), dtype=dtype), want)
+    # streams between two sublayers, once each; streams between layers of a block too; y where the norm saves it
+    blocks = len(make_stack(mode).blocks)
+    assert seen.count("replay_streams") == 2 * LAYERS - blocks
+    assert 1 < blocks < LAYERS if mode == "cross-layer" else blocks == LAYERS
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("mode", ["in-layer", "cross-layer"])
+@pytest.mark.parametrize("where", ["whole", "layer", "sublayer", "norm"])
+def test_with_checkpoint_around_and_inside(monkeypatch, where, mode, dtype):
+    want = gradients(make_stack("stored", dtype), dtype=dtype)
+    stack = make_stack(mode, dtype)
+    targets = {
+        "whole": [stack],
+        "layer": stack.layers,
+        "sublayer": [m for la in stack.layers for m in la.maps],
+        "norm": [m for la in stack.layers for m in la.norms],
+    }
+    for module in targets[where]:
+        module.forward = lambda h, inner=module.forward: checkpoint(inner, h, use_reentrant=False)
+    seen = replays(monkeypatch)
+    assert same(gradients(stack, dtype=dtype), want)
+    assert seen or where == "layer"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_a_region_frees_what_the_region_keeps(reentrant):
+    """The region's own hooks must hand what they keep to those of the checkpoint."""
+    stack, generator = make_stack("in-layer"), torch.Generator().manual_seed(2)
+    h = torch.randn(2, 3, HIDDEN, generator=generator).requires_grad_()
+    kept: list[weakref.ref] = []
+    stack.layers[0].maps[0].register_forward_hook(lambda module, args, out: kept.append(weakref.ref(args[0])))
+    out = checkpoint(stack, h, use_reentrant=reentrant)
+    gc.collect()
+    assert kept[0]() is None
+    plain = stack(h)
+    assert kept[1]() is None or plain is not None  # without a checkpoint autograd keeps its storage
+    out.sum().backward()
+    assert len(kept) == 3
+
+
+@pytest.mark.parametrize("mode", ["in-layer", "cross-layer"])
+def test_save_on_cpu_around_a_region_sees_every_tensor_once(mode):
+    stack = make_stack(mode)
+    want = gradients(make_stack("stored"))
+    storages: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages.append(tensor.untyped_storage().data_ptr())
+        return tensor.detach().clone()
+
+    def run(h: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+            return stack(h)
+
+    assert same(gradients(stack, run), want)
+    stack.zero_grad()
+    with torch.autograd.graph.save_on_cpu():
+        out = stack(torch.randn(1, TOKENS, HIDDEN))
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["in-layer", "cross-layer"])
+def test_backward_twice(mode):
+    assert same(gradients(make_stack(mode), again=2), gradients(make_stack("stored")))
+
+
+@pytest.mark.parametrize("mode", ["in-layer", "cross-layer"])
+def test_gradient_of_some_inputs_only(mode):
+    """autograd.grad runs some of the nodes; what the others would have replayed must not be in the way."""
+    found = []
+    for each in ("stored", mode):
+        stack = make_stack(each)
+        h = torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        out = stack(h)
+        weights = [la.maps[1].weight for la in stack.layers]
+        found.append([*torch.autograd.grad(out.square().sum(), weights, retain_graph=True), *torch.autograd.grad(out.sum(), [h])])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("convention", ["v4", "paper"])
+def test_kernels(kernel_device, fused, convention):
+    """Two layers by hand, single-pass (pre_mix) in the second, on the Triton kernels."""
+    shape = MhcShape(1, 5, 4, 40) if kernel_device == "cpu" else MhcShape(1, 1021, 4, 5120)
+    sites = [make_inputs("hc_pre", shape, seed=i, device=kernel_device) for i in range(4)]
+    dtype = sites[0]["x"].dtype
+
+    def run(region) -> list[Tensor]:
+        parameters = [{k: v.clone().requires_grad_() for k, v in site.items() if k in ("fn", "scale", "base")} for site in sites]
+        x = start = sites[0]["x"].clone().requires_grad_()
+        options = {"convention": convention, "return_pre": True, "impl": "triton"}
+        with region:
+            y, post, comb, pre = hc_pre(x, **parameters[0], **options)
+            for i, p in enumerate(parameters[1:]):
+                f = torch.sin(y)  # saves y
+                pre_mix = pre if i else None
+                if fused:
+                    x, y, post, comb, pre = hc_post_pre(f, x, post, comb, **p, pre_mix=pre_mix, **options)
+                else:
+                    x = hc_post(f, x, post, comb, impl="triton")
+                    y, post, comb, pre = hc_pre(x, **p, pre_mix=pre_mix, **options)
+            x = hc_post(torch.sin(y), x, post, comb, impl="triton")
+        x.backward(torch.randn(x.shape, generator=torch.Generator().manual_seed(7)).to(x))
+        return [start.grad, *(t.grad for p in parameters for t in p.values())]
+
+    assert dtype == BF16
+    assert same(run(nullcontext()), run(hc_recompute()))
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes_saved_for_backward(n):
+    """As the specification defines it: what eager mHC adds to a layer, against what is added with recompute. bf16, as it counts fp32 copies."""
+    layers, tokens, hidden = 12, 4, 1024
+    saved = {}
+    for mode in ("plain", "eager", "stored", "in-layer", "cross-layer"):
+        stack = Stack(mode, layers, hidden, n, BF16, tokens)
+        h = torch.randn(1, tokens, hidden).to(BF16).requires_grad_()
+        saved[mode] = saved_bytes(stack, lambda stack=stack, h=h: stack(h))
+    added = {mode: saved[mode] - saved["plain"] for mode in saved}
+    planned = plan(layers, n, hidden, tokens, 2)
+    # the planner's bytes are the ones that autograd holds; pre is not needed here, as the norm keeps an fp32 copy in place of y
+    pre = 2 * layers * tokens * n * 4
+    assert added["stored"] == planned.stored_bytes
+    assert added["in-layer"] == planned.in_layer_bytes - pre
+    assert added["cross-layer"] == planned.kept_bytes - pre
+    gone = {mode: 1 - added[mode] / added["eager"] for mode in added}
+    assert gone["in-layer"] >= (0.85 if n == 4 else 0.80)
+    assert gone["cross-layer"] > gone["in-layer"] + 0.03
+    if n == 4:  # the published formula for eager mHC is (7N - 3) elements of D a sublayer
+        assert added["eager"] / (2 * layers * tokens * hidden * 2) == pytest.approx(7 * n - 3, rel=0.15)
+
+
+def test_y_that_the_sublayer_saves_is_not_kept():
+    """An fp32 norm saves its input itself: without mHC that is the residual stream, with recompute it is nothing."""
+    saved = {}
+    for mode in ("plain", "stored", "in-layer"):
+        stack = Stack(mode, 2, 256, N, FP32, TOKENS)
+        h = torch.randn(1, TOKENS, 256).requires_grad_()
+        saved[mode] = saved_bytes(stack, lambda stack=stack, h=h: stack(h))
+    output = TOKENS * 256 * 4
+    planned = plan(2, N, 256, TOKENS, 4)
+    assert saved["stored"] - saved["plain"] == planned.stored_bytes
+    assert saved["in-layer"] - saved["plain"] == planned.in_layer_bytes - 2 * 2 * output
+
+
+def live_values() -> list[record.Value]:
+    return [o for o in gc.get_objects() if isinstance(o, record.Value)]
+
+
+@pytest.mark.parametrize("mode", ["in-layer", "cross-layer"])
+def test_replayed_tensors_do_not_outlive_their_use(mode):
+    stack = make_stack(mode, layers=8)
+    h = torch.randn(1, TOKENS, HIDDEN).requires_grad_()
+    out = stack(h)
+    assert all(value.result is None and value.tensor is None for value in live_values())
+    alive: list[int] = []
+
+    def count(module, args, grads):
+        alive.append(sum(value.result is not None and value.result.dim() == 4 for value in live_values()))
+
+    for layer in stack.layers:
+        layer.maps[0].register_full_backward_hook(count)
+    out = stack(h)
+    out.sum().backward()
+    longest = max(len(block) for block in stack.blocks)
+    # in the attention of a layer the streams after it are done with, all but those of this block's earlier layers
+    assert max(alive) <= 2 * longest - 1 and len(alive) == 8
+    del out
+    assert not live_values()  # without gc.collect(): nothing is held by a cycle
+
+
+def test_no_grad_keeps_nothing():
+    stack = make_stack("cross-layer")
+    with torch.no_grad(), hc_recompute():
+        inner = stack(torch.randn(1, TOKENS, HIDDEN))
+        assert not live_values()
+    assert not inner.requires_grad
+
+
+# ---- what could be mistaken for what
+
+
+def test_view_of_y_is_replayed(monkeypatch):
+    weight = torch.randn(HIDDEN, HIDDEN)
+    site = mhc_ops.HyperConnection(HIDDEN, N)
+    site.reset_parameters(0.1, 1.0)
+    found = []
+    for region in (nullcontext(), hc_recompute()):
+        w = weight.clone().requires_grad_()
+        x = torch.randn(2, 3, N, HIDDEN, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        seen = replays(monkeypatch) if found else []
+        with region:
+            _, y, post, comb = site(x)
+            out = hc_post(y[1:].flatten(0, 1).mm(w).expand(2, 3, HIDDEN).contiguous(), x, post, comb)
+        out.square().sum().backward()
+        found.append([x.grad, w.grad])
+    assert same(*found)
+    assert seen == ["replay_collapse"]
+
+
+def test_y_written_in_place_is_kept_as_it_is():
+    site = mhc_ops.HyperConnection(HIDDEN, N)
+    found = []
+    for region in (nullcontext(), hc_recompute()):
+        x = torch.randn(2, 3, N, HIDDEN, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        with region:
+            _, y, post, comb = site(x)
+            y.mul_(3).add_(1)
+            out = hc_post(y.square(), x, post, comb)
+            out = out.mul(1)
+            out.add_(2)
+            again = hc_post(torch.sin(y), out, post, comb)
+        again.sum().backward()
+        found.append([x.grad])
+    assert same(*found)
+
+
+def test_kept_tensor_written_in_place_is_an_error():
+    """Without hooks autograd says so; under hooks it does not look."""
+    site = mhc_ops.HyperConnection(HIDDEN, N)
+    x = torch.randn(2, 3, N, HIDDEN).requires_grad_()
+    with hc_recompute():
+        _, y, post, comb = site(x)
+        f = torch.tanh(y)
+        out = hc_post(f, x, post, comb)
+    f.data.add_(1)  # .data does not count as a write
+    f.detach().add_(1)
+    with pytest.raises(RuntimeError, match=r"hc_recompute: a tensor \[2, 3, 40\] .* modified by an inplace operation.*version 1, saved at version 0"):
+        out.sum().backward()
+
+
+def test_memory_that_is_used_again_is_not_mistaken():
+    """Temporaries of the size of y die in the region, and others get their memory."""
+    site = mhc_ops.HyperConnection(HIDDEN, N)
+    site.reset_parameters(0.1, 1.0)
+    found = []
+    for region in (nullcontext(), hc_recompute()):
+        x = start = torch.randn(2, 3, N, HIDDEN, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        with region:
+            for _ in range(20):
+                _, y, post, comb = site(x)
+                f = torch.sin(y)
+                del y
+                for k in range(3):
+                    f = torch.sin(f * (k + 1))
+                x = hc_post(f, x, post, comb)
+                del f, post, comb
+        x.sum().backward()
+        found.append([start.grad, site.fn.grad.clone()])
+        site.zero_grad()
+    assert same(*found)
+
+
+def test_f_equal_to_y_and_to_another_f():
+    """A recipe whose own input is replayed, and one tensor in two places."""
+    sites = [mhc_ops.HyperConnection(HIDDEN, N) for _ in range(2)]
+    found = []
+    for region in (nullcontext(), hc_recompute()):
+        x = torch.randn(2, 3, N, HIDDEN, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        with region:
+            _, y, post, comb = sites[0](x)
+            streams, y2, post2, comb2 = sites[1](x, (y, post, comb))
+            out = hc_post(y, streams, post2, comb2) * hc_post(y2, streams, post, comb)
+        out.sum().backward()
+        found.append([x.grad])
+    assert same(*found)
+
+
+def test_nested_regions_and_the_end_of_one():
+    stack = make_stack("stored")
+    want = gradients(stack)
+    stack.zero_grad()
+
+    def run(h: Tensor) -> Tensor:
+        streams = mhc_ops.hc_expand(h, N)
+        with hc_recompute():
+            streams = stack.layers[0](streams)
+            with hc_recompute():
+                streams = stack.layers[1](streams)
+            streams = stack.layers[2](streams)
+        for layer in stack.layers[3:]:
+            streams = layer(streams)
+        return streams
+
+    assert same(gradients(stack, run), want)
+    assert mhc_ops.recompute.active.recording() is None
+
+
+def test_error_in_a_region_ends_it():
+    layer = Layer(HIDDEN, N, FP32)
+    with pytest.raises(ValueError, match="hc_post: f has shape"), hc_recompute():
+        _, y, post, comb = layer.sites[0](torch.randn(2, N, HIDDEN).requires_grad_())
+        hc_post(y[:1], torch.randn(2, N, HIDDEN), post, comb)
+    assert mhc_ops.recompute.active.recording() is None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_decorator():
+    layer = Layer(HIDDEN, N, FP32)
+    x = torch.randn(1, TOKENS, N, HIDDEN).requires_grad_()
+    plain = saved_bytes(layer, lambda: layer(x))
+    assert saved_bytes(layer, lambda: hc_recompute()(layer.forward)(x)) < plain
+
+
+def test_a_region_in_which_nothing_is_recomputed_warns():
+    x = torch.randn(1, TOKENS, N, HIDDEN).requires_grad_()
+    with pytest.warns(RuntimeWarning, match="no hc_pre, hc_post or hc_post_pre ran"), hc_recompute():
+        Layer(HIDDEN, N, FP32, impl="eager")(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad(), hc_recompute():
+            Layer(HIDDEN, N, FP32, impl="eager")(x)
+
+
+def test_compiled_sublayers(monkeypatch):
+    want = gradients(make_stack("stored"))
+    stack = make_stack("cross-layer")
+    seen = replays(monkeypatch)
+    for layer in stack.layers:
+        layer.sublayer = torch.compile(layer.sublayer, backend="aot_eager", fullgraph=True)
+    got = gradients(stack)
+    assert seen.count("replay_streams") == 2 * LAYERS - len(stack.blocks)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, want))
+
+
+def test_compiled_region_is_refused_and_a_compiled_layer_says_so():
+    stack = make_stack("in-layer", layers=1)
+    h = torch.randn(1, TOKENS, HIDDEN)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a region cannot be compiled"):
+        torch.compile(stack, backend="aot_eager", fullgraph=True)(h)
+    torch._dynamo.reset()
+    stack.layers[0].compile(backend="aot_eager")
+    with pytest.warns(RuntimeWarning, match="no hc_pre, hc_post or hc_post_pre ran"):
+        stack(h)
+
+
+# ---- the replay of a block, and the planner
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("single_pass", [False, True])
+def test_block_recompute_gives_the_inputs_of_every_sublayer(dtype, single_pass):
+    K = 5
+    sites = [make_inputs("hc_pre", MhcShape(2, 7, 3, 100), seed=i, dtype=dtype) for i in range(K)]
+    x = streams = sites[0].pop("x")
+    first: list[tuple[Tensor, Tensor]] = []
+    fs, posts, combs, pres = [], [], [], []
+    y, post, comb, own = hc_pre(x, **sites[0], return_pre=True)
+    used = own
+    for site in sites[1:]:
+        first.append((streams, y))
+        pres.append(used)
+        fs.append(torch.sin(3 * y))
+        posts.append(post)
+        combs.append(comb)
+        site.pop("x")
+        pre_mix = own if single_pass else None
+        streams, y, post, comb, after = hc_post_pre(fs[-1], streams, post, comb, **site, pre_mix=pre_mix, return_pre=True)
+        used, own = (own if single_pass else after), after
+    first.append((streams, y))
+    pres.append(used)
+    got_streams, got_y = hc_block_recompute(x, fs, posts, combs, pres)
+    assert len(got_streams) == len(got_y) == K
+    assert all(torch.equal(s, a) and torch.equal(t, b) for s, t, (a, b) in zip(got_streams, got_y, first))
+    assert len({float(s.double().sum()) for s in got_streams}) == K
+
+
+def test_block_recompute_refuses():
+    x = torch.randn(2, 4, 8)
+    pre, post, comb, f = torch.rand(2, 4), torch.rand(2, 4), torch.rand(2, 4, 4), torch.randn(2, 8)
+    assert hc_block_recompute(x, [], [], [], [pre])[0][0].data_ptr() == x.data_ptr()
+    with pytest.raises(ValueError, match=r"len\(pre\)"):
+        hc_block_recompute(x, [], [], [], [])
+    with pytest.raises(ValueError, match="f has 2 tensors, wanted 1, one less than the 2 of pre"):
+        hc_block_recompute(x, [f, f], [post], [comb], [pre, pre])
+    with pytest.raises(TypeError, match="pre"):
+        hc_block_recompute(x, [f], [post], [comb], [pre, pre.bfloat16()])
+    with pytest.raises(ValueError, match="f"):
+        hc_block_recompute(x, [f[:1]], [post], [comb], [pre, pre])
+    with pytest.raises(ValueError, match="impl"):
+        hc_block_recompute(x, [f], [post], [comb], [pre, pre], impl="fast")
+
+
+def test_plan_of_the_published_sizes():
+    found = plan(43, 4, 4096, 8192, 2)
+    assert found.layers_per_block == pytest.approx(math.sqrt(4 * 43 / 6)) and round(found.layers_per_block, 1) == 5.4
+    assert sorted(len(b) for b in found.blocks) == [4, 4, 5, 5, 5, 5, 5, 5, 5]
+    assert [i for block in found.blocks for i in block] == list(range(43))
+    output, coefficients = 8192 * 4096 * 2, 8192 * 4 * (2 * 24 + 1)
+    assert found.kept_bytes == 86 * (output + coefficients) + 9 * 4 * output
+    assert found.in_layer_bytes == 86 * (output + coefficients) + 43 * 4 * output
+    assert found.stored_bytes == 86 * (output + coefficients - 8192 * 16) + 86 * 4 * output
+    assert found.replayed_bytes == (9 * 4 + 1) * output
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7, 43, 61])
+@pytest.mark.parametrize("boundaries", [(), (1,), (2, 3, 5)])
+@pytest.mark.parametrize("size", [None, 1, 4, 100])
+def test_blocks_cover_the_layers_and_cross_no_boundary(layers, boundaries, size):
+    if boundaries and boundaries[-1] >= layers:
+        with pytest.raises(ValueError, match="boundaries"):
+            plan(layers, 4, 64, 8, 2, boundaries, layers_per_block=size)
+        return
+    found = plan(layers, 4, 64, 8, 2, boundaries, layers_per_block=size)
+    assert [i for block in found.blocks for i in block] == list(range(layers))
+    starts = {block.start for block in found.blocks}
+    assert set(boundaries) <= starts and len(found.stages) == len(boundaries) + 1
+    for stage in found.stages:
+        lengths = [len(block) for block in stage.blocks]
+        assert max(lengths) - min(lengths) <= 1 and (size is None or max(lengths) <= size)
+    if size == 1:
+        assert found.kept_bytes == found.in_layer_bytes
+
+
+def test_plan_refuses():
+    for bad in ({"num_layers": 0}, {"tokens": -1}, {"itemsize": 0}, {"hc_mult": 1}, {"hc_mult": 9}, {"boundaries": (5, 3)}, {"boundaries": (0,)},
+                {"layers_per_block": 0}):  # fmt: skip
+        with pytest.raises(ValueError, match="plan: "):
+            plan(**{"num_layers": 10, "hc_mult": 4, "hidden": 64, "tokens": 8, "itemsize": 2, **bad})
+    with pytest.raises(TypeError, match="plan: hidden"):
+        plan(10, 4, 64.0, 8, 2)
