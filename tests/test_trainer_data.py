@@ -140,7 +140,7 @@ def test_compare_finds_the_largest_difference(tmp_path, capsys):
     assert compare.main([str(a), str(b)]) == 0
     assert compare.main([str(a), str(b), "--tolerance", "1e-4"]) == 1
     assert compare.main([str(a), str(b), "--keys", "loss", "eval_bpb", "--steps"]) == 1
-    assert "at step 2 of 2" in capsys.readouterr().out
+    assert "at step 2 (2 compared)" in capsys.readouterr().out
 
 
 def test_compare_does_not_pass_nan(tmp_path):

@@ -141,6 +141,8 @@ def test_resume_mixes_no_runs(tmp_path, capsys):
     assert rows(other) == rows(run)[2:]
     assert compare([str(run), str(other), "--tolerance", "0"]) == 0
     assert "at step 3 (1 compared)  ok 0" in capsys.readouterr().out
+    assert compare([str(run), str(other), "--keys", "loss", "eval_bpb"]) == 1, "a judged quantity that no step has is no success"
+    assert "eval_bpb   in no step of both runs  MISSING" in capsys.readouterr().out
     assert main(arguments(other, "--resume", str(run))) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert main(arguments(run, "--resume", str(run), "--overwrite")) == 2

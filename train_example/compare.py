@@ -1,7 +1,8 @@
 """Compare two runs step by step: `python -m train_example.compare RUN_A RUN_B`.
 
 For every step both runs have, the relative difference |a - b| / max(|a|, |b|) of each quantity. The exit status is 1 if one of the judged
-quantities (--keys) differs by more than --tolerance at any step; --impl eager and --impl triton are to agree to 1e-3 with the same seed.
+quantities (--keys) differs by more than --tolerance at any step, or is in no step of both; --impl eager and --impl triton are to
+agree to 1e-3 with the same seed.
 """
 
 import argparse
@@ -72,6 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     for key, values in found.items():
         if not values:
+            if key in args.keys:
+                failed = True
+                print(f"{key:10} in no step of both runs  MISSING")
             continue
         step, worst = max(values, key=lambda pair: pair[1])
         judged = key in args.keys
