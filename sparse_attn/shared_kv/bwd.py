@@ -7,6 +7,7 @@ In one kernel this needs more registers than there are, so there are two steps, 
     2. dkv from those. A key of a contiguous range (window, or all compressed entries) is seen by a contiguous range of queries, so a
        program owns a tile of keys and runs over its queries: no atomics. Selected entries have no such order: atomic additions in fp32,
        or, deterministic, one partial row a slot that the entry's owner adds up in a fixed order (sparse_attn/shared_kv/owner.py).
+Ascend always takes the latter: it would add element by element. Its tiles are smaller and its programs loop over tasks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,21 @@ import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from sparse_attn.shared_kv.core import load_rows, product, range_rows, selected_rows, store_rows, used_slots
-from sparse_attn.shared_kv.fwd import ALL, INDEX_BLOCK, NONE, SELECTED, Tiles, forward_spec, forward_tiles, mode_of, probs_spec
+from sparse_attn.shared_kv.core import grid_size, load_rows, on_npu, product, range_rows, selected_rows, store_rows, used_slots
+from sparse_attn.shared_kv.fwd import (
+    ALL,
+    GPU,
+    INDEX_BLOCK,
+    NONE,
+    NPU,
+    SELECTED,
+    Tiles,
+    ascend_tiles,
+    forward_spec,
+    forward_tiles,
+    mode_of,
+    probs_spec,
+)
 from sparse_attn.shared_kv.owner import owner_lists, owner_spec, owner_sum
 from sparse_attn.shared_kv.places import NUMBER, RIGHT_ALIGNED, places_of, places_spec
 
@@ -59,7 +73,7 @@ def gradient_tile(
 def attention_dq_kernel(
     q, ori_kv, cmp_kv, indices, places, out, dout, lse, dq, delta_out, p_out, dz_out, tasks, row0, rows, K, window_slots, slots, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
     """Queries row0 to row0 + rows - 1. Slots of a query: window_slots for its window, then those of its compressed entries."""
     EVEN: tl.constexpr = D == BD * HALVES
@@ -85,6 +99,10 @@ def attention_dq_kernel(
             do1 = do0
             q1 = q0
             acc1 = tl.zeros([BH, 1], tl.float32)
+        if ASCEND:
+            # a zero that the compiler does not know: ascendnpu-ir 1.0.0 crashes where a product's accumulator starts as a constant
+            acc0 += scale - scale
+            acc1 += scale - scale
         tl.store(delta_out + heads, delta, mask=on)
         lse2 = tl.load(lse + heads, mask=on, other=float("inf")) * 1.4426950408889634
         slot_row = local * slots
@@ -206,14 +224,14 @@ def selected_dkv_kernel(
 
 
 def gradient_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
-    """As in the forward, but q and dO both stay in shared memory, so that at D above 256 one tile of keys is all that fits beside them."""
+    """On a GPU: as in the forward, but q and dO both stay in shared memory; at D above 256 one tile of keys is all that fits beside them."""
     tiles = forward_tiles(dtype, N, D)
     return Tiles(tiles.BH, tiles.BN, tiles.BD, tiles.HALVES, tiles.num_warps, 1 if D > 128 else tiles.num_stages)
 
 
 @cache
-def dq_spec(dtype: torch.dtype, N: int, D: int, compressed: int) -> Spec:
-    x, tiles = f"*{TRITON_DTYPE[dtype]}", gradient_tiles(dtype, N, D)
+def dq_spec(dtype: torch.dtype, N: int, D: int, compressed: int, npu: bool = False) -> Spec:
+    x, tiles = f"*{TRITON_DTYPE[dtype]}", (ascend_tiles if npu else gradient_tiles)(dtype, N, D)
     return Spec(
         attention_dq_kernel,
         types={
@@ -223,10 +241,11 @@ def dq_spec(dtype: torch.dtype, N: int, D: int, compressed: int) -> Spec:
         },
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD, "HALVES": tiles.HALVES,
-            "BK": INDEX_BLOCK,
+            "BK": INDEX_BLOCK, "ASCEND": npu,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        targets=NPU if npu else GPU,
     )  # fmt: skip
 
 
@@ -266,6 +285,7 @@ def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool) -> Spec:
         consts={"N": N, "D": D, "PARTIAL": partial, "NH": _padded_heads(N), "BN": 64, "BD": _channels(dtype, D), "BK": INDEX_BLOCK},
         num_warps=4,
         num_stages=2 if dtype != torch.float32 else 1,
+        targets=(*GPU, *NPU) if partial else GPU,
     )  # fmt: skip
 
 
@@ -273,9 +293,10 @@ def attention_bwd(
     dout: torch.Tensor, q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None,
     sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, cu_q: torch.Tensor | None, cu_ori: torch.Tensor | None,
     cu_cmp: torch.Tensor | None, q_offsets: torch.Tensor | None, q_offset: int | None, scale: float, cmp_ratio: int, window: int | None,
-    deterministic: bool,
+    deterministic: bool, npu: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dori_kv, dcmp_kv, dsinks of the op shared_kv_bwd; an empty tensor for what was not given."""
+    """dq, dori_kv, dcmp_kv, dsinks of the op shared_kv_bwd; an empty tensor for what was not given. npu: see `on_npu`."""
+    npu = on_npu(q.device, npu)
     N, D = q.shape[-2:]
     dtype, mode = q.dtype, mode_of(cmp_kv, cmp_indices)
     q, dout, out, lse, ori_kv = (x.contiguous() for x in (q, dout, out, lse, ori_kv))
@@ -291,45 +312,47 @@ def attention_bwd(
         K = cmp_indices.shape[-1] if cmp_indices is not None else 0
         window_slots = ori_kv.shape[-2] if window is None else min(window, ori_kv.shape[-2])
         slots = window_slots + (K if mode == SELECTED else cmp.shape[-2] if mode == ALL else 0)
-        partial = deterministic and mode == SELECTED
+        partial = (deterministic or npu) and mode == SELECTED
         row_bytes = (2 * slots * N + (K * D if partial else 0)) * dtype.itemsize
         chunk = min(rows, max(1, CHUNK_BYTES // max(1, row_bytes)))
         p = torch.empty((chunk, slots, N), dtype=dtype, device=q.device)
         dz = torch.empty_like(p)
         part = torch.empty((chunk, K, D), dtype=dtype, device=q.device) if partial else None
-        first = dq_spec(dtype, N, D, mode)
+        first = dq_spec(dtype, N, D, mode, npu)
         for row0 in range(0, rows, chunk):
             count = min(chunk, rows - row0)
             tasks = count * triton.cdiv(N, first.consts["BH"])
+            grid = (grid_size(q.device, tasks, npu),)
             first.launch(
-                (tasks,), q, ori_kv, cmp, indices, places, out, dout, lse, dq, delta, p, dz, tasks, row0, count, K, window_slots, slots,
-                scale,
-            )  # fmt: skip
-            _add_range(q, dout, places, p, dz, dori, row0, count, 0, 0, slots)
+                grid, q, ori_kv, cmp, indices, places, out, dout, lse, dq, delta, p, dz, tasks, row0, count, K, window_slots, slots, scale
+            )
+            _add_range(q, dout, places, p, dz, dori, row0, count, 0, 0, slots, npu)
             if mode == ALL:
-                _add_range(q, dout, places, p, dz, dcmp, row0, count, 2, window_slots, slots)
+                _add_range(q, dout, places, p, dz, dcmp, row0, count, 2, window_slots, slots, npu)
             elif mode == SELECTED:
                 spec = selected_spec(dtype, N, D, partial)
                 tasks = count * triton.cdiv(D, spec.consts["BD"])
                 target = dcmp if part is None else part
-                spec.launch((tasks,), q, dout, indices, places, p, dz, target, tasks, row0, count, K, window_slots, slots)
+                grid = (grid_size(q.device, tasks, npu),)
+                spec.launch(grid, q, dout, indices, places, p, dz, target, tasks, row0, count, K, window_slots, slots)
                 if part is not None:
                     entries = dcmp.numel() // D
-                    owner_sum(part, *owner_lists(indices, places, row0, count, K, entries), dcmp)
+                    owner_sum(part, *owner_lists(indices, places, row0, count, K, entries), dcmp, npu)
     dsinks = _dsinks(sinks, lse, delta, q)
     return dq, dori.to(dtype), q.new_empty(0) if cmp_kv is None else dcmp.to(dtype), dsinks
 
 
 def _add_range(
     q: torch.Tensor, dout: torch.Tensor, places: torch.Tensor, p: torch.Tensor, dz: torch.Tensor, dkv: torch.Tensor, row0: int,
-    count: int, column: int, first_slot: int, slots: int,
+    count: int, column: int, first_slot: int, slots: int, npu: bool,
 ) -> None:  # fmt: skip
     N, D = q.shape[-2:]
     keys = dkv.numel() // D
     if keys:
         spec = range_spec(q.dtype, N, D, column)
         tasks = triton.cdiv(keys, spec.consts["BM"]) * triton.cdiv(D, spec.consts["BD"])
-        spec.launch((tasks,), q, dout, places, p, dz, dkv, tasks, keys, row0, count, first_slot, slots, count.bit_length())
+        grid = (grid_size(q.device, tasks, npu),)
+        spec.launch(grid, q, dout, places, p, dz, dkv, tasks, keys, row0, count, first_slot, slots, count.bit_length())
 
 
 def _dsinks(sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -348,10 +371,11 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     for compressed in (False, True):
         yield places_spec(False, NUMBER, compressed)
         yield places_spec(True, RIGHT_ALIGNED, compressed)
-    for mode in (NONE, ALL, SELECTED):
-        yield forward_spec(dtype, N, D, mode, True)
-        yield dq_spec(dtype, N, D, mode)
-    yield probs_spec(dtype, N, D)
+    for npu in (False, True):
+        for mode in (NONE, ALL, SELECTED):
+            yield forward_spec(dtype, N, D, mode, True, npu)
+            yield dq_spec(dtype, N, D, mode, npu)
+        yield probs_spec(dtype, N, D, npu)
     for column in (0, 2):
         yield range_spec(dtype, N, D, column)
     for partial in (False, True):

@@ -3,6 +3,8 @@
 One program takes one query and a block of its heads, and gathers the keys it sees in tiles of BN. Queries do not share keys: the output
 accumulator of 64 heads x 512 channels is half of a register file, so a second query does not fit. D above 256 is split into two halves of
 256, two accumulators, as one wide product spills. The sink is a key without a value that starts the running maximum and sum.
+
+Ascend takes the same kernels with smaller tiles (the accumulator lives in the unified buffer, q and the keys in L1), looping over tasks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.core import load_rows, product, range_rows, selected_rows, store_rows, used_slots
+from sparse_attn.shared_kv.core import grid_size, load_rows, on_npu, product, range_rows, selected_rows, store_rows, used_slots
 from sparse_attn.shared_kv.places import places_of
 
 INDEX_BLOCK = 512
@@ -183,6 +185,14 @@ def forward_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
     return Tiles(BH, 64, BD, HALVES, 8 if BH * BD * HALVES > 64 * 256 else 4, 2)
 
 
+def ascend_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
+    """32 heads x 32 keys in 16-bit types: at D = 512 their accumulator and its rescaled copy take two thirds of the unified buffer."""
+    tiles = forward_tiles(dtype, N, D)
+    if dtype == torch.float32:
+        return tiles
+    return Tiles(min(tiles.BH, 32), 32, tiles.BD, tiles.HALVES, tiles.num_warps, tiles.num_stages)
+
+
 def mode_of(cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None) -> int:
     """COMPRESSED of a call; NONE as well where there is no entry to see or no slot to name one."""
     if cmp_kv is None or cmp_kv.shape[-2] == 0:
@@ -192,43 +202,47 @@ def mode_of(cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None) -> in
     return SELECTED if cmp_indices.shape[-1] else NONE
 
 
+GPU, NPU = ("cuda", "hip"), ("ascend",)  # a spec's targets
 _NUMBERS = {"tasks": "i32", "rows": "i32", "K": "i32", "scale": "fp32"}
 
 
 @cache
-def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, loop: bool = False) -> Spec:
-    x, tiles = f"*{TRITON_DTYPE[dtype]}", forward_tiles(dtype, N, D)
+def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, npu: bool = False) -> Spec:
+    x, tiles = f"*{TRITON_DTYPE[dtype]}", (ascend_tiles if npu else forward_tiles)(dtype, N, D)
     types = {"q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "out": x, "lse": "*fp32", **_NUMBERS}
     return Spec(
         attention_fwd_kernel,
         types=types,
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
-            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "LOOP": loop,
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "LOOP": npu,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        targets=NPU if npu else GPU,
     )  # fmt: skip
 
 
 @cache
-def probs_spec(dtype: torch.dtype, N: int, D: int) -> Spec:
-    x, tiles = f"*{TRITON_DTYPE[dtype]}", forward_tiles(dtype, N, D)
+def probs_spec(dtype: torch.dtype, N: int, D: int, npu: bool = False) -> Spec:
+    x, tiles = f"*{TRITON_DTYPE[dtype]}", (ascend_tiles if npu else forward_tiles)(dtype, N, D)
     return Spec(
         slot_probs_kernel,
         types={"q": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "lse": "*fp32", "probs": "*fp32", **_NUMBERS},
         consts={"N": N, "D": D, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD, "HALVES": tiles.HALVES},
         num_warps=tiles.num_warps,
         num_stages=1,
+        targets=NPU if npu else GPU,
     )
 
 
 def attention_fwd(
     q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None, sinks: torch.Tensor | None,
     cu_q: torch.Tensor | None, cu_ori: torch.Tensor | None, cu_cmp: torch.Tensor | None, q_offsets: torch.Tensor | None,
-    q_offset: int | None, scale: float, cmp_ratio: int, window: int | None, return_cmp_probs: bool,
+    q_offset: int | None, scale: float, cmp_ratio: int, window: int | None, return_cmp_probs: bool, npu: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out, lse, cmp_probs of the op shared_kv_fwd."""
+    """out, lse, cmp_probs of the op shared_kv_fwd. npu: see `on_npu`."""
+    npu = on_npu(q.device, npu)
     N, D = q.shape[-2:]
     K = cmp_indices.shape[-1] if cmp_indices is not None else 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -242,15 +256,14 @@ def attention_fwd(
     q, ori_kv = q.contiguous(), ori_kv.contiguous()
     cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
     indices = places if cmp_indices is None else cmp_indices.contiguous()
-    spec = forward_spec(q.dtype, N, D, mode, sinks is not None)
+    spec = forward_spec(q.dtype, N, D, mode, sinks is not None, npu)
     tasks = rows * triton.cdiv(N, spec.consts["BH"])
-    spec.launch(
-        (tasks,), q, ori_kv, cmp_kv, indices, lse if sinks is None else sinks.contiguous(), places, out, lse, tasks, rows, K, scale
-    )
+    sink = lse if sinks is None else sinks.contiguous()
+    spec.launch((grid_size(q.device, tasks, npu),), q, ori_kv, cmp_kv, indices, sink, places, out, lse, tasks, rows, K, scale)
     if return_cmp_probs and mode == NONE:
         probs.zero_()  # there is no entry that a slot could hold
     elif return_cmp_probs:
-        spec = probs_spec(q.dtype, N, D)
+        spec = probs_spec(q.dtype, N, D, npu)
         tasks = rows * triton.cdiv(K, spec.consts["BN"])
-        spec.launch((tasks,), q, cmp_kv, indices, places, lse, probs, tasks, rows, K, scale)
+        spec.launch((grid_size(q.device, tasks, npu),), q, cmp_kv, indices, places, lse, probs, tasks, rows, K, scale)
     return out, lse, probs

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.core import load_rows
+from sparse_attn.shared_kv.core import grid_size, load_rows
 
 
 def owner_lists(
@@ -55,9 +55,9 @@ def owner_spec(dtype: torch.dtype, D: int) -> Spec:
     )
 
 
-def owner_sum(part: torch.Tensor, starts: torch.Tensor, order: torch.Tensor, dkv: torch.Tensor) -> None:
+def owner_sum(part: torch.Tensor, starts: torch.Tensor, order: torch.Tensor, dkv: torch.Tensor, npu: bool) -> None:
     """Adds to dkv [..., D] fp32 the rows of part [..., D] that each entry owns."""
     D = part.shape[-1]
     spec = owner_spec(part.dtype, D)
     tasks = (dkv.numel() // D) * triton.cdiv(D, spec.consts["BD"])
-    spec.launch((tasks,), part, starts, order, dkv, tasks)
+    spec.launch((grid_size(part.device, tasks, npu),), part, starts, order, dkv, tasks)
