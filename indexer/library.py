@@ -78,7 +78,7 @@ def check_indexer(
         )
     if not isinstance(q_offset, Tensor):
         if q_offset is not None:
-            check_offset(op, "q_offset", q_offset)
+            check_offset(op, "q_offset", q_offset, q.shape[-3])
         return Layout(cmp_ratio, cu_seqlens_q, cu_seqlens_k, 0 if q_offset is None else q_offset, None)
     check_dtype(op, "q_offset", q_offset, (torch.int32,))
     check_shape(op, "q_offset", q_offset, [q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1])

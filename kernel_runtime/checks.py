@@ -61,11 +61,11 @@ def check_int(op: str, name: str, value: object, *, minimum: int, maximum: int |
         raise ValueError(f"{op}: {name} must be at most {maximum}, got {value}")
 
 
-def check_offset(op: str, name: str, value: object) -> None:
-    """TypeError unless the position `value` is an int, ValueError if it does not fit the int32 of the form that is a tensor."""
+def check_offset(op: str, name: str, value: object, queries: int) -> None:
+    """TypeError unless the first position `value` is an int, ValueError if those of the `queries` do not fit the kernels' int32."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, an int32 tensor or None, got {type(value).__name__}")
-    check_int(op, name, value, minimum=-(2**31), maximum=2**31 - 1)
+    check_int(op, name, value, minimum=-(2**31), maximum=2**31 - 1 - queries)
 
 
 def check_number(op: str, name: str, value: object) -> None:

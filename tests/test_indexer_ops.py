@@ -145,7 +145,7 @@ SHARED_ERRORS = [
     ((QT, KT, WT), dict(cu_seqlens_q=CU, cu_seqlens_k=CK[:2]), ValueError, "cu_seqlens_q has 3 entries but cu_seqlens_k has 2"),
     ((QT, KT, WT), dict(cu_seqlens_q=CU[:0], cu_seqlens_k=CK[:0]), ValueError, "cu_seqlens_q is empty"),
     ((Q, K, W), dict(q_offset=1.5), TypeError, "q_offset must be an int, an int32 tensor or None, got float"),
-    ((Q, K, W), dict(q_offset=2**31), ValueError, "q_offset must be at most 2147483647, got 2147483648"),
+    ((Q, K, W), dict(q_offset=2**31 - 6), ValueError, "q_offset must be at most 2147483641, got 2147483642"),
     ((Q.to_sparse(), K, W), {}, TypeError, "{q} must be a strided tensor, got layout sparse_coo"),
     ((Q, K, W), dict(q_offset=torch.zeros(2)), TypeError, "q_offset has dtype float32, wanted int32"),
     ((Q, K, W), dict(q_offset=torch.zeros(3, dtype=torch.int32)), ValueError, r"q_offset has shape \[3\], wanted \[2\]"),

@@ -201,7 +201,7 @@ def _check_offset(q: Tensor, q_offset: int | Tensor | None, cu_seqlens_q: Tensor
         check_same(OP, "q_offset", q_offset, "q", q, dtype=False)
         check_shape(OP, "q_offset", q_offset, (q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,))
     elif q_offset is not None:
-        check_offset(OP, "q_offset", q_offset)
+        check_offset(OP, "q_offset", q_offset, q.shape[-3])
 
 
 def _check_lse(op: str, lse: Tensor, sinks: Tensor) -> None:
