@@ -93,9 +93,9 @@ def saved_bytes(module: nn.Module, run: Callable[[], Tensor]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda token: token.tensor):
         out = run()
-    storages = {s.data_ptr(): s.nbytes() for t in tokens if (token := t()) is not None for s in [token.tensor.untyped_storage()]}
+    storages = {s._cdata: s.nbytes() for t in tokens if (token := t()) is not None for s in [token.tensor.untyped_storage()]}
     for parameter in module.parameters():
-        storages.pop(parameter.untyped_storage().data_ptr(), None)
+        storages.pop(parameter.untyped_storage()._cdata, None)
     assert out.grad_fn is not None  # keeps the graph alive until here
     return sum(storages.values())
 

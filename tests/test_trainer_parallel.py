@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from bench.recompute import saved_bytes
 from tests.dist_util import run_distributed
 from tests.trainer_util import SMALL, gradients, parameters, plain_model, ratio, run_config, sharded, tokens, worst
 from train_example import parallel as parallel_module
@@ -158,17 +159,26 @@ def check_accumulation(rank: int) -> dict[str, Any]:
 
 
 def check_recompute(rank: int) -> dict[str, Any]:
-    """Recomputing the layers gives the same bits, and counts every token once."""
-    found = []
-    for recompute in ("none", "layer"):
-        config = run_config(ep=2, recompute=recompute)
-        model, _ = sharded(config)
-        out = model(*whole_batch()[rank], num_valid_tokens=VALID)
-        out.loss.backward()
-        found.append((out.expert_counts, gradients(model)))
-    (counts, grads), (counts_again, grads_again) = found
-    equal = all(torch.equal(grads[name], grads_again[name]) for name in grads)
-    return {"counts": torch.equal(counts, counts_again), "total": counts_again.sum(1).tolist(), "equal": equal}
+    """Recomputing gives the same bits, and counts every token once."""
+    found, first = {}, ()
+    for dtype in ("fp32", "bf16"):
+        for recompute in ("none", "layer", "mhc", "cross-layer"):
+            config = run_config(ep=2, recompute=recompute, dtype=dtype, model={"num_layers": 6, "compress_ratios": (0, 4, 16) * 2})
+            model, _ = sharded(config)
+            outputs: list[Any] = []
+
+            def run(model=model, outputs=outputs) -> torch.Tensor:
+                outputs.append(model(*whole_batch()[rank], num_valid_tokens=VALID))
+                return outputs[0].loss
+
+            saved = saved_bytes(model, run)
+            outputs[0].loss.backward()
+            grads, counts = gradients(model), outputs[0].expert_counts
+            want_counts, want = first = (counts, grads) if recompute == "none" else first
+            equal = torch.equal(counts, want_counts) and all(torch.equal(grads[key], want[key]) for key in want)
+            blocks = [len(block) for block in model.recompute_blocks]
+            found[f"{dtype} {recompute}"] = {"total": counts.sum(1).tolist(), "equal": equal, "saved": saved, "blocks": blocks}
+    return found
 
 
 def check_groups(rank: int) -> dict[str, Any]:
@@ -362,9 +372,16 @@ def test_accumulation_1x24_equals_2x12(checks):
 
 def test_recompute_gives_the_same_bits_and_counts_tokens_once(checks):
     found = checks["recompute"][0]
-    assert found["equal"]
-    assert found["counts"]
-    assert found["total"] == [4 * 24 * SMALL.experts_per_token] * 4
+    for name, result in found.items():
+        assert result["equal"], name
+        assert result["total"] == [4 * 24 * SMALL.experts_per_token] * 7, name
+        assert result["blocks"] == {"mhc": [1] * 6, "cross-layer": [2] * 3}.get(name.split()[1], []), name
+    for dtype in ("fp32", "bf16"):
+        saved = {name.split()[1]: result["saved"] for name, result in found.items() if name.startswith(dtype)}
+        # streams of N*D a token: one a layer less (six layers and the MTP block), then one a layer inside a block
+        streams = 4 * 24 * SMALL.hc_mult * SMALL.hidden_size * {"fp32": 4, "bf16": 2}[dtype]
+        assert saved["none"] - saved["mhc"] >= 7 * streams
+        assert saved["mhc"] - saved["cross-layer"] == 3 * streams
 
 
 def test_hash_table_is_the_same_everywhere_and_a_difference_is_found(checks):

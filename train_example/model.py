@@ -16,13 +16,14 @@ and accumulation steps. Gradients then add up over both with no further factor.
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mhc_ops import HyperConnection, HyperHead, hc_expand, hc_post
+from mhc_ops import HyperConnection, HyperHead, hc_expand, hc_post, hc_recompute
 from reference.rope import rope_cos_sin, rope_frequencies
 from train_example.attention import Attention, RMSNorm
 from train_example.config import ModelConfig
@@ -124,6 +125,7 @@ class DeepSeekV4(nn.Module):
     def __init__(self, config: ModelConfig, impl: str = "auto") -> None:
         super().__init__()
         self.config, self.impl = config, impl
+        self.recompute_blocks: tuple[range, ...] = ()  # layers whose streams are replayed together in the backward pass, see hc_recompute
         device = torch.get_default_device()
         with torch.device("meta"):  # nn.Linear would fill its weight, and draw from the RNG, to have both thrown away
             self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -188,11 +190,13 @@ class DeepSeekV4(nn.Module):
 
         streams = hc_expand(self.embed(input_ids), config.hc_mult)
         kls, counts = [], []
-        for layer, ratio in zip(self.layers, config.compress_ratios):
-            rope = window_rope if config.kind(ratio) == "window" else compressed_rope
-            streams, kl, count = layer(streams, input_ids, *rope, with_kl)
-            kls.append(kl)
-            counts.append(count)
+        for block in self.recompute_blocks or (range(len(self.layers)),):
+            with self._region():
+                for i in block:
+                    rope = window_rope if config.kind(config.compress_ratios[i]) == "window" else compressed_rope
+                    streams, kl, count = self.layers[i](streams, input_ids, *rope, with_kl)
+                    kls.append(kl)
+                    counts.append(count)
         logits = self.head(self.norm(self.hc_head(streams)))
         if labels is None:
             return ModelOutput(logits, None, None, None, None, torch.stack(counts))
@@ -201,7 +205,8 @@ class DeepSeekV4(nn.Module):
         for block in self.mtp:
             next_ids = input_ids.roll(-1, 1)  # the last one is wrong, and has no label
             rope = window_rope if config.kind(config.mtp_compress_ratio) == "window" else compressed_rope
-            hidden, kl, count = block(streams, self.embed(next_ids), next_ids, *rope, with_kl)
+            with self._region():
+                hidden, kl, count = block(streams, self.embed(next_ids), next_ids, *rope, with_kl)
             kls.append(kl)
             counts.append(count)
             after_next = F.pad(labels[:, 1:], (0, 1), value=IGNORE).masked_fill(labels == IGNORE, IGNORE)
@@ -214,6 +219,9 @@ class DeepSeekV4(nn.Module):
         kl_loss = config.kl_coefficient * kl_sum / num_valid_tokens
         mtp_loss = config.mtp_weight * mtp_sum / num_valid_tokens
         return ModelOutput(logits, lm_loss + kl_loss + mtp_loss, lm_loss, kl_loss, mtp_loss, torch.stack(counts))
+
+    def _region(self) -> AbstractContextManager[None]:
+        return hc_recompute() if self.recompute_blocks else nullcontext()
 
     def _check(self, input_ids: Tensor, labels: Tensor | None, num_valid_tokens: int | float | Tensor | None) -> None:
         if input_ids.dim() != 2 or 0 in input_ids.shape:

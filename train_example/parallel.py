@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from train_example.run_config import ConfigError
+from train_example.run_config import MHC_RECOMPUTE, ConfigError
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -166,7 +166,7 @@ def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, 
         model: DeepSeekV4, usually on the meta device; `model.layers[i].moe` has `experts` (stacked weights [E, ...]) and `ep_group`.
         islands: modules whose parameters stay fp32 in the forward pass whatever `param_dtype` is.
         param_dtype: of the parameters in the forward pass; master weights and the gradient reduction stay fp32.
-        recompute: "none", or "layer" to recompute each layer's activations in the backward pass.
+        recompute: "layer" to recompute each layer's activations in the backward pass; the model itself sees to "mhc" and "cross-layer".
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -197,6 +197,13 @@ def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, 
 def layer_modules(model: nn.Module) -> list[nn.Module]:
     """The units that are sharded, recomputed and compiled one by one: the layers and the MTP block."""
     return [*model.layers, *model.mtp]
+
+
+def compiled_modules(model: nn.Module, recompute: str) -> list[nn.Module]:
+    """What --compile compiles: whole layers, or, where mHC is replayed, what lies between its ops: hc_recompute sees no compiled ones."""
+    if recompute not in MHC_RECOMPUTE:
+        return layer_modules(model)
+    return [part for layer in (*model.layers, *(block.layer for block in model.mtp)) for part in (layer.attn, layer.moe)]
 
 
 def moe_modules(model: nn.Module) -> list[nn.Module]:

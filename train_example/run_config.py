@@ -20,7 +20,8 @@ from typing import Any
 from train_example.config import PRESETS, ModelConfig
 
 IMPLS = ("auto", "eager", "triton")
-RECOMPUTE = ("none", "layer", "mhc", "cross-layer")
+MHC_RECOMPUTE = ("mhc", "cross-layer")
+RECOMPUTE = ("none", "layer", *MHC_RECOMPUTE)
 
 
 class ConfigError(ValueError):
@@ -65,8 +66,12 @@ class RunConfig:
     dtype: str = _setting("fp32", "of the forward's parameters; master weights, gradient sums and islands are fp32", ("fp32", "bf16"))
     impl: str = _setting("auto", "of the ops: Triton kernels, the eager reference, or kernels where there are some", IMPLS)
     deterministic: bool = _setting(False, "torch.use_deterministic_algorithms: same seed, same bits on an accelerator too")
-    compile: bool = _setting(False, "torch.compile each layer")
-    recompute: str = _setting("none", "what the backward pass computes again instead of keeping", RECOMPUTE)
+    compile: bool = _setting(False, "torch.compile each layer; with recompute = mhc or cross-layer its attention and its MoE")
+    recompute: str = _setting(
+        "none",
+        "what the backward pass computes again: layer = all of a layer; mhc = mHC's streams inside a layer; cross-layer = those of several",
+        RECOMPUTE,
+    )
     swap_optimizer: bool = _setting(False, "keep AdamW's moments in host memory: not there yet, and refused on a CPU, where they are already")
 
     eval_every: int = _setting(50, "steps between evaluations on the held-out text; -1 = after the last step alone; 0 = never")
@@ -88,8 +93,8 @@ class RunConfig:
         for name, reason in reasons.items():
             if getattr(self, name) != 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: not supported ({reason}); use more processes, or ep, instead")
-        if self.recompute in ("mhc", "cross-layer"):
-            raise ConfigError(f"recompute = {self.recompute} does not exist yet; recompute = layer does")
+        if self.recompute in MHC_RECOMPUTE and self.impl == "eager":
+            raise ConfigError(f"recompute = {self.recompute} replays mHC's ops, which impl = eager bypasses: use another impl, or recompute = layer")
         if not self.out and (self.resume == "latest" or self.overwrite):
             raise ConfigError("resume = latest and overwrite need the run's folder: name it with --out")
         if self.resume == "latest" and self.overwrite:

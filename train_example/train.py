@@ -21,6 +21,7 @@ from torch import nn
 
 from kernel_runtime import forbid_compile, interpreting
 from kernel_runtime.warmup import warmup
+from mhc_ops import Plan, plan
 from train_example import checkpoint, metrics
 from train_example.data import Dataset, Text, find_files, write_default_text
 from train_example.model import DeepSeekV4, fp32_islands
@@ -30,15 +31,15 @@ from train_example.parallel import (
     broadcast_parameters,
     check_buffers_equal,
     check_experts,
+    compiled_modules,
     init_parallel,
-    layer_modules,
     parallelize,
     pick_device,
     set_timeouts,
     shutdown,
     together,
 )
-from train_example.run_config import ConfigError, RunConfig, parse
+from train_example.run_config import MHC_RECOMPUTE, ConfigError, RunConfig, parse
 from train_example.step import evaluate, train_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -55,6 +56,13 @@ def warm_kernels(config: RunConfig, device: torch.device) -> bool:
     return True
 
 
+def recompute_plan(config: RunConfig) -> Plan:
+    """The blocks of layers of recompute = mhc (one layer each) and cross-layer, and what they keep of one forward pass."""
+    sizes, one = config.model, 1 if config.recompute == "mhc" else None
+    tokens, itemsize = config.batch * config.seq_len, DTYPES[config.dtype].itemsize
+    return plan(sizes.num_layers, sizes.hc_mult, sizes.hidden_size, tokens, itemsize, layers_per_block=one)
+
+
 def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.Module:
     """The sharded model. Rank 0 makes the weights (from the seed, whatever the number of processes), the others get their shards.
 
@@ -66,9 +74,11 @@ def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.
         full_state = DeepSeekV4(config.model, impl=config.impl).state_dict()
     with torch.device("meta"):
         model = DeepSeekV4(config.model, impl=config.impl)
+    if config.recompute in MHC_RECOMPUTE:
+        model.recompute_blocks = recompute_plan(config).blocks
     if config.compile:
-        for layer in layer_modules(model):
-            layer.forward = torch.compile(layer.forward)
+        for module in compiled_modules(model, config.recompute):
+            module.forward = torch.compile(module.forward)
     parallelize(model, fp32_islands(model), parallel, DTYPES[config.dtype], config.recompute)
     model.to_empty(device=parallel.device)
     model.init_buffers(parallel.device)
