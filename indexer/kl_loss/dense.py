@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from indexer.core import product, visible
-from kernel_runtime.launch import TRITON_DTYPE, Spec
+from kernel_runtime.launch import ON_ASCEND, TRITON_DTYPE, Spec
 
-COLUMNS = 128  # queries x heads of a tile of the teacher
+COLUMNS = 64 if ON_ASCEND else 128  # queries x heads of a tile of the teacher
+TEACHER_KEYS = 32 if ON_ASCEND else 128
 BLOCK_HEADS = 64
-BLOCK_KEYS = 64
+BLOCK_KEYS = 32 if ON_ASCEND else 64
 PROGRAMS = 512  # tiles of keys x splits that the gradient of k aims at
 MAX_SPLITS = 64
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -205,7 +206,7 @@ def dense_teacher_spec(dtype: torch.dtype, heads: int, dim: int, cmp_ratio: int,
     """`own_lse`: the kernel that makes lse rather than the teacher."""
     name = TRITON_DTYPE[dtype]
     block = triton.next_power_of_2(heads)
-    columns = max(block, 32 if dtype == torch.float32 else COLUMNS)
+    columns = max(block * (2 if ON_ASCEND else 1), 32 if dtype == torch.float32 else COLUMNS)  # there a tile of one query does not compile
     tensors = ("q", "cmp_kv", "span", "lse") if own_lse else ("q", "cmp_kv", "lse", "span", "teacher")
     kinds = {"q": f"*{name}", "cmp_kv": f"*{name}", "lse": "*fp32", "span": "*i32", "teacher": "*fp32"}
     return Spec(
@@ -213,7 +214,7 @@ def dense_teacher_spec(dtype: torch.dtype, heads: int, dim: int, cmp_ratio: int,
         types={x: kinds[x] for x in tensors} | {"scale": "fp32"} | CHUNK_TYPES,
         consts={
             "N": heads, "HB": block, "D": dim, "BD": min(64, dim & -dim), "R": cmp_ratio, "TABLE": table, "NQ": columns // block,
-            "BK": 32 if dtype == torch.float32 else 128, "STAGES": 3,
+            "BK": 32 if dtype == torch.float32 else TEACHER_KEYS, "STAGES": 3,
         },
         num_warps=4,
     )  # fmt: skip
@@ -234,6 +235,6 @@ def dense_gradient_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: i
     return Spec(dense_dq_kernel, types | {"dq": f"*{name}", "dweights": "*fp32"} | CHUNK_TYPES, consts | {"BS": block, "STAGES": 2}, num_warps=4)
 
 
-def key_splits(batch: int, keys: int, block: int) -> int:
+def key_splits(batch: int, queries: int, keys: int, block: int) -> int:
     """Parts of the queries that a tile of keys is summed in: from the sizes alone, so that results do not depend on the device."""
-    return max(1, min(MAX_SPLITS, PROGRAMS // max(1, batch * triton.cdiv(keys, block))))
+    return max(1, min(MAX_SPLITS, queries // 8, PROGRAMS // max(1, batch * triton.cdiv(keys, block))))

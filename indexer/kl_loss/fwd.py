@@ -125,8 +125,7 @@ def indexer_kl_loss_fwd(
     deterministic: bool,
 ) -> tuple[torch.Tensor, ...]:
     q_index, k_index, weights = q_index.contiguous(), k_index.contiguous(), weights.contiguous()
-    indices, q, cmp_kv = (None if x is None else x.contiguous() for x in (indices, q, cmp_kv))
-    teacher, lse = (None if x is None else x.float().contiguous() for x in (teacher, lse))
+    indices, teacher, q, cmp_kv, lse = (None if x is None else x.contiguous() for x in (indices, teacher, q, cmp_kv, lse))
     lse = None if target == "compressed" else lse
     batch, queries = (1, q_index.shape[0]) if q_index.dim() == 3 else q_index.shape[:2]
     keys = k_index.shape[-2]
@@ -186,7 +185,7 @@ def _dense(
     teach = dense.dense_teacher_spec(q.dtype, attn_heads, attn_dim, x.cmp_ratio, table, False)
     for_q, for_k = (dense.dense_gradient_spec(*dtypes, heads, dim, x.cmp_ratio, table, keys) for keys in (False, True))
     tiles = triton.cdiv(x.keys, for_k.consts["BK"])
-    splits = dense.key_splits(x.batch, x.keys, for_k.consts["BK"])
+    splits = dense.key_splits(x.batch, x.queries, x.keys, for_k.consts["BK"])
     if gradients:
         dq = torch.empty_like(x.q)
         dweights = torch.empty(x.weights.shape, dtype=torch.float32, device=device)

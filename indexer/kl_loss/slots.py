@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from indexer.core import product, visible
-from kernel_runtime.launch import TRITON_DTYPE, Spec
+from kernel_runtime.launch import ON_ASCEND, TRITON_DTYPE, Spec
 
 BLOCK_HEADS = 64
+ASCEND_HEADS, ASCEND_SLOTS = 32, 32  # of a tile of the teacher there
 LOG2E = tl.constexpr(1.4426950408889634)
 SIZES = {"S": "i32", "S3": "i32", "rows": "i32", "q_offset": "i32"}
 
@@ -51,7 +52,11 @@ def slot_scores_kernel(
         index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
         on = (index >= 0) & (index < count)
         index = tl.where(on, index, 0)
-        block = tl.load(keys + index[:, None].to(tl.int64) * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0)
+        rows_at = keys + index[:, None].to(tl.int64) * D + d[None, :]
+        if D == DP:  # a row that does not count is the first one, so that no mask is needed
+            block = tl.load(rows_at)
+        else:
+            block = tl.load(rows_at, mask=(d < D)[None, :], other=0.0)
         if HB >= H:
             products = product(block, q_t, tl.zeros([BS, HB], tl.float32))
             total = tl.sum(tl.maximum(products, 0.0) * w[None, :], 1)
@@ -67,13 +72,21 @@ def slot_scores_kernel(
 
 
 @triton.jit
-def slot_logits(keys, index, on, q_left, q_right, scale, D: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, BS: tl.constexpr, HB: tl.constexpr):
+def slot_logits(
+    keys, index, q_left, q_right, scale, D: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, BS: tl.constexpr, HB: tl.constexpr
+):
     """scale * (q . cmp_kv) [BS, HB] of a tile of slots; D channels in SPLIT pieces of at most C."""
     c = tl.arange(0, C)
     tile = keys + index[:, None].to(tl.int64) * D + c[None, :]
-    z = product(tl.load(tile, mask=on[:, None] & (c < D)[None, :], other=0.0), q_left, tl.zeros([BS, HB], tl.float32))
-    if SPLIT == 2:
-        z = product(tl.load(tile + C, mask=on[:, None] & (C + c < D)[None, :], other=0.0), q_right, z)
+    z = tl.zeros([BS, HB], tl.float32)
+    if D == C * SPLIT:
+        z = product(tl.load(tile), q_left, z)
+        if SPLIT == 2:
+            z = product(tl.load(tile + C), q_right, z)
+    else:
+        z = product(tl.load(tile, mask=(c < D)[None, :], other=0.0), q_left, z)
+        if SPLIT == 2:
+            z = product(tl.load(tile + C, mask=(C + c < D)[None, :], other=0.0), q_right, z)
     return z * scale
 
 
@@ -107,7 +120,7 @@ def slot_teacher_kernel(
         for j in tl.range(0, used, BS, num_stages=STAGES):
             index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
             on = (index >= 0) & (index < count)
-            z = slot_logits(keys, tl.where(on, index, 0), on, q_left, q_right, scale2, D, C, SPLIT, BS, HB)
+            z = slot_logits(keys, tl.where(on, index, 0), q_left, q_right, scale2, D, C, SPLIT, BS, HB)
             z = tl.where(on[:, None], z, float("-inf"))
             higher = tl.maximum(top, tl.max(z, 0))
             shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -121,7 +134,7 @@ def slot_teacher_kernel(
     for j in tl.range(0, used, BS, num_stages=STAGES):
         index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
         on = (index >= 0) & (index < count)
-        z = slot_logits(keys, tl.where(on, index, 0), on, q_left, q_right, scale2, D, C, SPLIT, BS, HB)
+        z = slot_logits(keys, tl.where(on, index, 0), q_left, q_right, scale2, D, C, SPLIT, BS, HB)
         into = teacher + row * K + j + n
         before = tl.load(into, mask=(j + n < K) & (h0 > 0), other=0.0)
         tl.store(into, before + tl.sum(tl.exp2(z - lse2[None, :]), 1) / N, mask=j + n < K)
@@ -152,15 +165,16 @@ def slot_teacher_spec(dtype: torch.dtype, heads: int, dim: int, slots: int, cmp_
     name = TRITON_DTYPE[dtype]
     wide = dtype == torch.float32
     padded = triton.next_power_of_2(dim)
+    block, tile = (ASCEND_HEADS, ASCEND_SLOTS) if ON_ASCEND else (BLOCK_HEADS, 128)
     return Spec(
         slot_teacher_kernel,
         types={"q": f"*{name}", "cmp_kv": f"*{name}", "lse": "*fp32", "indices": "*i32", "span": "*i32", "teacher": "*fp32"}
         | {"scale": "fp32", "h0": "i32"}
         | SIZES,
         consts={
-            "N": heads, "HB": 16 if wide else max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim, "C": min(padded, 256),
+            "N": heads, "HB": 16 if wide else max(16, min(block, triton.next_power_of_2(heads))), "D": dim, "C": min(padded, 256),
             "SPLIT": 2 if padded > 256 else 1, "K": slots, "P": max(16, triton.next_power_of_2(slots)), "R": cmp_ratio, "TABLE": table,
-            "OWN": own, "BS": 32 if wide else 128, "STAGES": 1,
+            "OWN": own, "BS": 32 if wide else tile, "STAGES": 1,
         },
         num_warps=4 if wide else 8,
     )  # fmt: skip
