@@ -13,7 +13,7 @@ import torch
 
 from bench.common import environment, write
 
-BENCHES = ("mhc",)
+BENCHES = ("indexer", "kl", "mhc")
 
 
 def main() -> None:

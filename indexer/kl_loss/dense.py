@@ -214,7 +214,7 @@ def dense_teacher_spec(dtype: torch.dtype, heads: int, dim: int, cmp_ratio: int,
         types={x: kinds[x] for x in tensors} | {"scale": "fp32"} | CHUNK_TYPES,
         consts={
             "N": heads, "HB": block, "D": dim, "BD": min(64, dim & -dim), "R": cmp_ratio, "TABLE": table, "NQ": columns // block,
-            "BK": 32 if dtype == torch.float32 else TEACHER_KEYS, "STAGES": 3,
+            "BK": 32 if dtype == torch.float32 else TEACHER_KEYS // (1 if columns <= 128 else 2), "STAGES": 3,
         },
         num_warps=4,
     )  # fmt: skip

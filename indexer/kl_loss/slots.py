@@ -72,9 +72,7 @@ def slot_scores_kernel(
 
 
 @triton.jit
-def slot_logits(
-    keys, index, q_left, q_right, scale, D: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, BS: tl.constexpr, HB: tl.constexpr
-):
+def slot_logits(keys, index, q_left, q_right, scale, D: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, BS: tl.constexpr, HB: tl.constexpr):
     """scale * (q . cmp_kv) [BS, HB] of a tile of slots; D channels in SPLIT pieces of at most C."""
     c = tl.arange(0, C)
     tile = keys + index[:, None].to(tl.int64) * D + c[None, :]
@@ -141,9 +139,7 @@ def slot_teacher_kernel(
 
 
 @cache
-def slot_scores_spec(
-    dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, slots: int, cmp_ratio: int, table: bool
-) -> Spec:
+def slot_scores_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, slots: int, cmp_ratio: int, table: bool) -> Spec:
     name = TRITON_DTYPE[dtype]
     return Spec(
         slot_scores_kernel,

@@ -1,0 +1,147 @@
+"""KL loss of the indexer, value and gradients together, beside eager, torch.compile and cuDNN.
+
+64 index heads, Di 128, ratio 4, attention of 64 heads and D 512, bf16, target "joint", random inputs, one sequence; the slots are those that
+the indexer selects from random scores. Forms: given (teacher [S, K] ready-made), given det. (deterministic gradient of k), own (teacher from
+q, cmp_kv and lse), dense (all visible blocks, no slots). Providers: ours; reference (plain PyTorch, eager) and compile (the same under
+torch.compile), left out above --eager-limit tokens; cudnn (the frontend's recomputed scores, target and gradients, no loss value; its dk is
+not deterministic: not like for like), where installed.
+TFLOP/s counts slots of valid pairs, 6 x heads x Di each for the gradients and 2 x 64 x 512 for an own teacher; % is of the rate of a bf16
+8192^3 product in the same run. Peak memory is beyond what is held before the call, gradients included.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.attn import matmul_rate
+from bench.common import Row, copy_rate, median_ms, peak_mib, print_table
+from bench.indexer import DIM, HEADS, RATIO, make_inputs, visible_blocks
+from indexer import indexer_kl_loss, lightning_indexer
+from reference.indexer_loss import indexer_kl_loss as reference_loss
+
+ATTENTION_HEADS, ATTENTION_DIM, WINDOW = 64, 512, 128
+FORMS = ("given", "given det.", "own", "dense")
+PROVIDERS = ("ours", "reference", "compile", "cudnn")
+
+
+@dataclass
+class Problem:
+    """Leaves of the indexer, and the main attention's constants; lse is that of logits of variance 1 on window and visible blocks."""
+
+    leaves: list[Tensor]
+    indices: Tensor
+    teacher: Tensor
+    q: Tensor
+    cmp_kv: Tensor
+    lse: Tensor
+
+    def options(self, form: str) -> dict[str, Tensor | None]:
+        indices = None if form == "dense" else self.indices
+        if form.startswith("given"):
+            return dict(indices=indices, teacher=self.teacher)
+        return dict(indices=indices, q=self.q, cmp_kv=self.cmp_kv, lse=self.lse)
+
+
+def make(tokens: int, topk: int, seed: int = 1) -> Problem:
+    inputs = make_inputs(tokens)
+    with torch.no_grad():
+        indices, _ = lightning_indexer(*inputs, topk, cmp_ratio=RATIO)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q = torch.empty(1, tokens, ATTENTION_HEADS, ATTENTION_DIM, device="cuda", dtype=torch.bfloat16).normal_(generator=generator)
+    cmp_kv = torch.empty(1, tokens // RATIO, ATTENTION_DIM, device="cuda", dtype=torch.bfloat16).normal_(generator=generator)
+    seen = (visible_blocks(tokens) + WINDOW).float().log() + 0.5
+    lse = seen[None, :, None].expand(1, tokens, ATTENTION_HEADS).contiguous()
+    teacher = torch.rand(indices.shape, device="cuda", generator=generator) / topk
+    return Problem([x.requires_grad_() for x in inputs], indices, teacher, q, cmp_kv, lse)
+
+
+def both(loss: Callable[..., Tensor], x: Problem, form: str) -> Callable[[], object]:
+    options = x.options(form)
+    return lambda: torch.autograd.grad(loss(*x.leaves, **options, cmp_ratio=RATIO), x.leaves)
+
+
+def ours(x: Problem, form: str) -> Callable[[], object]:
+    def loss(*leaves: Tensor, **options: object) -> Tensor:
+        return indexer_kl_loss(*leaves, **options, deterministic=form.endswith("det."), impl="triton")
+
+    return both(loss, x, form)
+
+
+def cudnn(x: Problem, form: str) -> Callable[[], object]:
+    from cudnn import DSA
+
+    q, k, weights = (t.detach().bfloat16() for t in x.leaves)
+    scale = ATTENTION_DIM**-0.5
+    one = torch.ones((), device="cuda")
+
+    def run() -> object:
+        predicted = DSA.sparse_indexer_score_recompute_wrapper(q, k, weights, x.indices, qhead_per_kv_head=HEADS)["predict"]
+        if form == "own":
+            target = DSA.sparse_attn_score_recompute_wrapper(x.q, x.cmp_kv, x.lse, x.indices, softmax_scale=scale, qhead_per_kv_head=ATTENTION_HEADS)[
+                "target"
+            ]
+        else:
+            target = x.teacher.clone()  # the backward overwrites both
+        return DSA.indexer_backward_wrapper(q, weights, k, target, predicted, x.indices, grad_loss=one)
+
+    return run
+
+
+def case_of(provider: str, x: Problem, form: str) -> Callable[[], object] | None:
+    if provider == "ours":
+        return ours(x, form)
+    if provider == "cudnn":
+        return cudnn(x, form) if form in ("given", "own") else None
+    if form == "given det.":
+        return None
+    return both(torch.compile(reference_loss) if provider == "compile" else reference_loss, x, form)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536])
+    parser.add_argument("--topk", nargs="+", type=int, default=[512, 1024, 2048], help="those above the number of blocks are left out")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--eager-limit", type=int, default=4096)
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    copy, product = copy_rate(), matmul_rate()
+    print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s")
+    rows: list[Row] = []
+    for tokens in args.tokens:
+        visible = visible_blocks(tokens)
+        for topk in (k for k in args.topk if k <= tokens // RATIO):
+            x = make(tokens, topk)
+            here: list[Row] = []
+            for form in args.forms:
+                if form == "dense" and topk != min(args.topk):
+                    continue  # it has no slots
+                pairs = int((visible if form == "dense" else visible.clamp(max=topk)).sum())
+                flops = 6 * pairs * HEADS * DIM + (0 if form.startswith("given") else 2 * pairs * ATTENTION_HEADS * ATTENTION_DIM)
+                least = 2 * sum(t.nbytes for t in x.leaves) + sum(t.nbytes for t in x.options(form).values() if t is not None)
+                for provider in args.providers:
+                    if provider in ("reference", "compile") and tokens > args.eager_limit:
+                        continue
+                    try:
+                        fn = case_of(provider, x, form)
+                        if fn is None:
+                            continue
+                        fn()
+                        ms, peak = median_ms(fn), peak_mib(fn)
+                        rate = flops / ms / 1e9
+                        note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
+                        shape = f"S {tokens}, K {topk}"
+                        here.append(Row("kl", shape, "bf16", form, "both", provider, False, ms, least, copy, 0, peak, note))
+                    except Exception as error:  # a provider may be missing, not take the shape or run out of memory: say so and go on
+                        print(f"{provider} {form} S {tokens} K {topk}: {type(error).__name__}: {str(error)[:200]}")
+                    torch.cuda.empty_cache()
+            torch._dynamo.reset()
+            print_table(f"KL loss, S {tokens}, top {topk}, {HEADS} heads, Di {DIM}, bf16", here)
+            rows += here
+    return rows
