@@ -21,7 +21,17 @@ import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from sparse_attn.shared_kv.core import grid_size, load_rows, on_npu, product, range_rows, selected_rows, store_rows, used_slots
+from sparse_attn.shared_kv.core import (
+    grid_size,
+    load_rows,
+    on_npu,
+    product,
+    range_rows,
+    selected_rows,
+    store_rows,
+    used_slots,
+    used_slots_ascend,
+)
 from sparse_attn.shared_kv.fwd import (
     ALL,
     GPU,
@@ -128,7 +138,10 @@ def attention_dq_kernel(
         if COMPRESSED == 2:
             begin = tl.load(places + row * 4 + 2)
             end = tl.load(places + row * 4 + 3)
-            used = used_slots(indices, row * K, K, end - begin, BK)
+            if ASCEND:
+                used = used_slots_ascend(indices, row * K, K, end - begin, BK)
+            else:
+                used = used_slots(indices, row * K, K, end - begin, BK)
             for slot in range(0, used, BN):
                 key_rows, seen = selected_rows(indices, row * K, slot + n, used, begin, end)
                 acc0, acc1 = gradient_tile(
@@ -191,6 +204,7 @@ def range_dkv_kernel(
 def selected_dkv_kernel(
     q, dout, indices, places, p, dz, target, tasks, row0, rows, K, first_slot, slots,
     N: tl.constexpr, D: tl.constexpr, PARTIAL: tl.constexpr, NH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
+    ASCEND: tl.constexpr,
 ):  # fmt: skip
     """One query and BD channels. PARTIAL: target [queries, K, D] gets a row for every slot that counts; else target [entries, D] fp32 is
     added to."""
@@ -208,7 +222,10 @@ def selected_dkv_kernel(
         do_tile = load_rows(dout, heads, on, d, D, EVEN)
         begin = tl.load(places + row * 4 + 2)
         end = tl.load(places + row * 4 + 3)
-        used = used_slots(indices, row * K, K, end - begin, BK)
+        if ASCEND:
+            used = used_slots_ascend(indices, row * K, K, end - begin, BK)
+        else:
+            used = used_slots(indices, row * K, K, end - begin, BK)
         for slot0 in range(0, used, BN):
             slot = slot0 + n
             key_rows, seen = selected_rows(indices, row * K, slot, used, begin, end)
@@ -224,7 +241,7 @@ def selected_dkv_kernel(
 
 
 def gradient_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
-    """On a GPU: as in the forward, but q and dO both stay in shared memory; at D above 256 one tile of keys is all that fits beside them."""
+    """On a GPU: as in the forward, but q and dO both stay in shared memory: at D above 256 just one tile of keys fits beside them."""
     tiles = forward_tiles(dtype, N, D)
     return Tiles(tiles.BH, tiles.BN, tiles.BD, tiles.HALVES, tiles.num_warps, 1 if D > 128 else tiles.num_stages)
 
@@ -274,7 +291,7 @@ def range_spec(dtype: torch.dtype, N: int, D: int, column: int) -> Spec:
 
 
 @cache
-def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool) -> Spec:
+def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool, npu: bool = False) -> Spec:
     x = f"*{TRITON_DTYPE[dtype]}"
     return Spec(
         selected_dkv_kernel,
@@ -282,10 +299,13 @@ def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool) -> Spec:
             "q": x, "dout": x, "indices": "*i32", "places": "*i32", "p": x, "dz": x, "target": x if partial else "*fp32",
             **dict.fromkeys(("tasks", "row0", "rows", "K", "first_slot", "slots"), "i32"),
         },
-        consts={"N": N, "D": D, "PARTIAL": partial, "NH": _padded_heads(N), "BN": 64, "BD": _channels(dtype, D), "BK": INDEX_BLOCK},
+        consts={
+            "N": N, "D": D, "PARTIAL": partial, "NH": _padded_heads(N), "BN": 64, "BD": _channels(dtype, D), "BK": INDEX_BLOCK,
+            "ASCEND": npu,
+        },
         num_warps=4,
         num_stages=2 if dtype != torch.float32 else 1,
-        targets=(*GPU, *NPU) if partial else GPU,
+        targets=NPU if npu else GPU,
     )  # fmt: skip
 
 
@@ -330,7 +350,7 @@ def attention_bwd(
             if mode == ALL:
                 _add_range(q, dout, places, p, dz, dcmp, row0, count, 2, window_slots, slots, npu)
             elif mode == SELECTED:
-                spec = selected_spec(dtype, N, D, partial)
+                spec = selected_spec(dtype, N, D, partial, npu)
                 tasks = count * triton.cdiv(D, spec.consts["BD"])
                 target = dcmp if part is None else part
                 grid = (grid_size(q.device, tasks, npu),)
@@ -378,6 +398,6 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
         yield probs_spec(dtype, N, D, npu)
     for column in (0, 2):
         yield range_spec(dtype, N, D, column)
-    for partial in (False, True):
-        yield selected_spec(dtype, N, D, partial)
+    for partial, npu in ((False, False), (True, False), (True, True)):
+        yield selected_spec(dtype, N, D, partial, npu)
     yield owner_spec(dtype, D)

@@ -65,3 +65,16 @@ def used_slots(indices, first, K, visible, BK: tl.constexpr):
         counts = (entry >= 0) & (entry < visible)
         last = tl.maximum(last, tl.max(tl.where(counts, slot + 1, 0), 0))
     return last
+
+
+@triton.jit
+def used_slots_ascend(indices, first, K, visible, BK: tl.constexpr):
+    """used_slots in the form for Ascend: floats, as its vector units compare no integers (exact below 2^24 entries), and one maximum after
+    the loop: ascendnpu-ir 1.0.0 crashes on a reduction in a loop that bounds one with products."""
+    last = tl.zeros([BK], tl.float32)
+    for begin in range(0, K, BK):
+        slot = begin + tl.arange(0, BK)
+        entry = tl.load(indices + first + slot, mask=slot < K, other=-1).to(tl.float32)
+        counts = (entry >= 0.0) & (entry < visible.to(tl.float32))
+        last = tl.maximum(last, tl.where(counts, (slot + 1).to(tl.float32), 0.0))
+    return tl.max(last, 0).to(tl.int32)

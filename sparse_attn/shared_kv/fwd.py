@@ -17,7 +17,17 @@ import triton
 import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.core import grid_size, load_rows, on_npu, product, range_rows, selected_rows, store_rows, used_slots
+from sparse_attn.shared_kv.core import (
+    grid_size,
+    load_rows,
+    on_npu,
+    product,
+    range_rows,
+    selected_rows,
+    store_rows,
+    used_slots,
+    used_slots_ascend,
+)
 from sparse_attn.shared_kv.places import places_of
 
 INDEX_BLOCK = 512
@@ -55,7 +65,7 @@ def attend(
 def forward_task(
     task, q, ori_kv, cmp_kv, indices, sinks, places, out, lse, rows, K, scale2,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = D == BD * HALVES
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
@@ -95,7 +105,10 @@ def forward_task(
     if COMPRESSED == 2:
         begin = tl.load(places + row * 4 + 2)
         end = tl.load(places + row * 4 + 3)
-        slots = used_slots(indices, row * K, K, end - begin, BK)
+        if ASCEND:
+            slots = used_slots_ascend(indices, row * K, K, end - begin, BK)
+        else:
+            slots = used_slots(indices, row * K, K, end - begin, BK)
         for slot in range(0, slots, BN):
             key_rows, seen = selected_rows(indices, row * K, slot + n, slots, begin, end)
             m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
@@ -117,19 +130,19 @@ def forward_task(
 def attention_fwd_kernel(
     q, ori_kv, cmp_kv, indices, sinks, places, out, lse, tasks, rows, K, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, LOOP: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
     scale2 = scale * 1.4426950408889634
-    if LOOP:
+    if ASCEND:
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
             forward_task(
                 task, q, ori_kv, cmp_kv, indices, sinks, places, out, lse, rows, K, scale2,
-                N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK,
+                N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND,
             )  # fmt: skip
     else:
         forward_task(
             tl.program_id(0), q, ori_kv, cmp_kv, indices, sinks, places, out, lse, rows, K, scale2,
-            N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK,
+            N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND,
         )  # fmt: skip
 
 
@@ -215,7 +228,7 @@ def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: boo
         types=types,
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
-            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "LOOP": npu,
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
