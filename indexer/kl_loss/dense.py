@@ -184,19 +184,18 @@ def dense_dk_kernel(
     if not TABLE:  # the first query that sees the first key of the tile
         first = tl.minimum(tl.maximum((tl.program_id(0) * BK + 1) * R - 1 - q_offset - i0, 0), n)
     total = tl.zeros([BK, DP], tl.float32)
-    for local in range(first + split, n, splits):
+    for x in range(0, (n - first - split + splits - 1) // splits):
+        local = first + split + x * splits
         row = batch * S + i0 + local
         start, count = visible(span, row, i0 + local, local < n, rows, S3, q_offset, R, TABLE)
         column = s - start
         on = (column >= 0) & (column < count)
         grads = dscores + (tl.program_id(1) * n + local).to(tl.int64) * S3 + tl.where(on, column, 0)
-        if TABLE:
-            if tl.max(on.to(tl.int32), 0) > 0:
-                for h in range(0, H, HB):
-                    total = add_query(total, k_tile, q, weights, grads, row, h, on, H, HB, D, DP, BK)
-        else:
-            for h in range(0, H, HB):
-                total = add_query(total, k_tile, q, weights, grads, row, h, on, H, HB, D, DP, BK)
+        heads = H
+        if TABLE:  # none where the query sees no key of the tile
+            heads = tl.max(on.to(tl.int32), 0) * H
+        for h in range(0, heads, HB):
+            total = add_query(total, k_tile, q, weights, grads, row, h, on, H, HB, D, DP, BK)
     out = partial + ((split.to(tl.int64) * (rows // S) + batch) * S3 + s)[:, None] * D + d[None, :]
     tl.store(out, tl.load(out, mask=mask, other=0.0) + total, mask=mask)
 

@@ -52,11 +52,7 @@ def slot_scores_kernel(
         index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
         on = (index >= 0) & (index < count)
         index = tl.where(on, index, 0)
-        rows_at = keys + index[:, None].to(tl.int64) * D + d[None, :]
-        if D == DP:  # a row that does not count is the first one, so that no mask is needed
-            block = tl.load(rows_at)
-        else:
-            block = tl.load(rows_at, mask=(d < D)[None, :], other=0.0)
+        block = tl.load(keys + index[:, None].to(tl.int64) * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0)
         if HB >= H:
             products = product(block, q_t, tl.zeros([BS, HB], tl.float32))
             total = tl.sum(tl.maximum(products, 0.0) * w[None, :], 1)
@@ -72,19 +68,15 @@ def slot_scores_kernel(
 
 
 @triton.jit
-def slot_logits(keys, index, q_left, q_right, scale, D: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, BS: tl.constexpr, HB: tl.constexpr):
+def slot_logits(
+    keys, index, on, q_left, q_right, scale, D: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, BS: tl.constexpr, HB: tl.constexpr,
+):  # fmt: skip
     """scale * (q . cmp_kv) [BS, HB] of a tile of slots; D channels in SPLIT pieces of at most C."""
     c = tl.arange(0, C)
-    tile = keys + index[:, None].to(tl.int64) * D + c[None, :]
-    z = tl.zeros([BS, HB], tl.float32)
-    if D == C * SPLIT:
-        z = product(tl.load(tile), q_left, z)
-        if SPLIT == 2:
-            z = product(tl.load(tile + C), q_right, z)
-    else:
-        z = product(tl.load(tile, mask=(c < D)[None, :], other=0.0), q_left, z)
-        if SPLIT == 2:
-            z = product(tl.load(tile + C, mask=(C + c < D)[None, :], other=0.0), q_right, z)
+    tile = keys + tl.where(on, index, 0)[:, None].to(tl.int64) * D + c[None, :]
+    z = product(tl.load(tile, mask=on[:, None] & (c < D)[None, :], other=0.0), q_left, tl.zeros([BS, HB], tl.float32))
+    if SPLIT == 2:
+        z = product(tl.load(tile + C, mask=on[:, None] & (C + c < D)[None, :], other=0.0), q_right, z)
     return z * scale
 
 
@@ -118,7 +110,7 @@ def slot_teacher_kernel(
         for j in tl.range(0, used, BS, num_stages=STAGES):
             index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
             on = (index >= 0) & (index < count)
-            z = slot_logits(keys, tl.where(on, index, 0), q_left, q_right, scale2, D, C, SPLIT, BS, HB)
+            z = slot_logits(keys, index, on, q_left, q_right, scale2, D, C, SPLIT, BS, HB)
             z = tl.where(on[:, None], z, float("-inf"))
             higher = tl.maximum(top, tl.max(z, 0))
             shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -132,7 +124,7 @@ def slot_teacher_kernel(
     for j in tl.range(0, used, BS, num_stages=STAGES):
         index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
         on = (index >= 0) & (index < count)
-        z = slot_logits(keys, tl.where(on, index, 0), q_left, q_right, scale2, D, C, SPLIT, BS, HB)
+        z = slot_logits(keys, index, on, q_left, q_right, scale2, D, C, SPLIT, BS, HB)
         into = teacher + row * K + j + n
         before = tl.load(into, mask=(j + n < K) & (h0 > 0), other=0.0)
         tl.store(into, before + tl.sum(tl.exp2(z - lse2[None, :]), 1) / N, mask=j + n < K)
