@@ -204,8 +204,9 @@ def dense_dk_kernel(
 def dense_teacher_spec(dtype: torch.dtype, heads: int, dim: int, cmp_ratio: int, table: bool, own_lse: bool) -> Spec:
     """`own_lse`: the kernel that makes lse rather than the teacher."""
     name = TRITON_DTYPE[dtype]
-    block = triton.next_power_of_2(heads)
-    columns = max(block * (2 if ON_ASCEND else 1), 32 if dtype == torch.float32 else COLUMNS)  # there a tile of one query does not compile
+    block = max(16 if ON_ASCEND else 1, triton.next_power_of_2(heads))
+    # on Ascend a tile of one query does not compile, as it is no sum over heads alone
+    columns = max(block * (2 if ON_ASCEND and not own_lse else 1), 32 if dtype == torch.float32 else COLUMNS)
     tensors = ("q", "cmp_kv", "span", "lse") if own_lse else ("q", "cmp_kv", "lse", "span", "teacher")
     kinds = {"q": f"*{name}", "cmp_kv": f"*{name}", "lse": "*fp32", "span": "*i32", "teacher": "*fp32"}
     return Spec(
