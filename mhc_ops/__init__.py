@@ -10,14 +10,14 @@ from mhc_ops.post.api import hc_post
 from mhc_ops.pre.api import hc_pre
 from mhc_ops.project.api import hc_project
 from mhc_ops.recompute.api import hc_block_recompute, hc_recompute
-from mhc_ops.recompute.planner import Plan, Stage, plan
+from mhc_ops.recompute.planner import RecomputePlan, RecomputeStage, plan
 from mhc_ops.sinkhorn.api import sinkhorn
 
 __all__ = [
     "HyperConnection",
     "HyperHead",
-    "Plan",
-    "Stage",
+    "RecomputePlan",
+    "RecomputeStage",
     "hc_block_recompute",
     "hc_expand",
     "hc_gates",

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import gc
-import math
 import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
 from bench.recompute import Layer, Stack, saved_bytes
-from mhc_ops import hc_block_recompute, hc_post, hc_post_pre, hc_pre, hc_recompute, plan
+from mhc_ops import hc_post, hc_post_pre, hc_pre, hc_recompute, plan
 from mhc_ops.recompute import record
 from reference.cases.mhc import MhcShape, make_inputs
 
@@ -91,30 +90,33 @@ def test_with_checkpoint_around_and_inside(monkeypatch, where, mode, dtype):
     assert seen or where == "layer"
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_around_a_region_frees_what_the_region_keeps(reentrant):
-    """The region's own hooks must hand what they keep to those of the checkpoint."""
-    stack, generator = make_stack("in-layer"), torch.Generator().manual_seed(2)
-    h = torch.randn(2, 3, HIDDEN, generator=generator).requires_grad_()
-    kept: list[weakref.ref] = []
-    stack.layers[0].maps[0].register_forward_hook(lambda module, args, out: kept.append(weakref.ref(args[0])))
-    out = checkpoint(stack, h, use_reentrant=reentrant)
-    gc.collect()
-    assert kept[0]() is None
-    plain = stack(h)
-    assert kept[1]() is None or plain is not None  # without a checkpoint autograd keeps its storage
+@pytest.mark.parametrize("wrap", [None, "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("mode", ["stored", "in-layer", "cross-layer"])
+def test_what_is_alive_after_the_forward_pass(mode, wrap):
+    """Streams inside a region are freed, outputs of sublayers are not; a checkpoint around it frees those too."""
+    stack, streams, outputs = make_stack(mode), [], []
+    for layer in stack.layers:
+        layer.sites[1].register_forward_hook(lambda module, args, out: streams.append(StorageWeakRef(out[0].untyped_storage())))
+        layer.maps[0].register_forward_hook(lambda module, args, out: outputs.append(StorageWeakRef(out.untyped_storage())))
+    h = torch.randn(2, 3, HIDDEN).requires_grad_()
+    out = stack(h) if wrap is None else checkpoint(stack, h, use_reentrant=wrap == "reentrant")
+    assert len(streams) == len(outputs) == LAYERS
+    assert all(ref.expired() == (mode != "stored" or wrap is not None) for ref in streams)
+    assert all(ref.expired() == (wrap is not None) for ref in outputs)
     out.sum().backward()
-    assert len(kept) == 3
+    assert all(ref.expired() for ref in (*streams, *outputs))
 
 
 @pytest.mark.parametrize("mode", ["in-layer", "cross-layer"])
 def test_save_on_cpu_around_a_region_sees_every_tensor_once(mode):
     stack = make_stack(mode)
     want = gradients(make_stack("stored"))
-    storages: list[int] = []
+    places: list[tuple[int, ...]] = []
+    refs: list[StorageWeakRef] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        storages.append(tensor.untyped_storage().data_ptr())
+        refs.append(StorageWeakRef(tensor.untyped_storage()))  # keeps its number from being given to another one
+        places.append((tensor.untyped_storage()._cdata, tensor.storage_offset(), *tensor.size(), *tensor.stride()))
         return tensor.detach().clone()
 
     def run(h: Tensor) -> Tensor:
@@ -122,6 +124,8 @@ def test_save_on_cpu_around_a_region_sees_every_tensor_once(mode):
             return stack(h)
 
     assert same(gradients(stack, run), want)
+    assert len(places) == len(set(places))
+    assert [place[2:6] for place in places].count((2, 3, N, HIDDEN)) == len(stack.blocks)  # the streams that enter each region, no others
     stack.zero_grad()
     with torch.autograd.graph.save_on_cpu():
         out = stack(torch.randn(1, TOKENS, HIDDEN))
@@ -216,7 +220,7 @@ def test_y_that_the_sublayer_saves_is_not_kept():
 
 
 def live_values() -> list[record.Value]:
-    return [o for o in gc.get_objects() if isinstance(o, record.Value)]
+    return [o for o in gc.get_objects() if type(o) is record.Value]
 
 
 @pytest.mark.parametrize("mode", ["in-layer", "cross-layer"])
@@ -338,6 +342,31 @@ def test_f_equal_to_y_and_to_another_f():
     assert same(*found)
 
 
+def test_another_stream_makes_its_own(monkeypatch):
+    """What one stream replays may not be there yet for another."""
+    stack = make_stack("cross-layer")
+    want = gradients(make_stack("stored"))
+    seen, calls = replays(monkeypatch), iter(range(10**6))
+    monkeypatch.setattr(record, "_current_stream", lambda tensor: next(calls) // 50)
+    assert same(gradients(stack), want)
+    assert seen.count("replay_streams") > 2 * LAYERS - len(stack.blocks)
+
+
+def test_a_checkpoint_inside_a_region_leaves_nothing_to_it():
+    """Its hooks are the innermost ones: what they see is recomputed anyway, and the region must not keep it alive meanwhile."""
+    layers = [Layer(HIDDEN, N, FP32) for _ in range(3)]
+    outputs: list[StorageWeakRef] = []
+    for layer in layers:
+        layer.maps[0].register_forward_hook(lambda module, args, out: outputs.append(StorageWeakRef(out.untyped_storage())))
+    x = torch.randn(1, TOKENS, N, HIDDEN).requires_grad_()
+    with hc_recompute():
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        assert all(ref.expired() for ref in outputs)
+    x.sum().backward()
+    assert len(outputs) == 6
+
+
 def test_nested_regions_and_the_end_of_one():
     stack = make_stack("stored")
     want = gradients(stack)
@@ -404,90 +433,3 @@ def test_compiled_region_is_refused_and_a_compiled_layer_says_so():
     stack.layers[0].compile(backend="aot_eager")
     with pytest.warns(RuntimeWarning, match="no hc_pre, hc_post or hc_post_pre ran"):
         stack(h)
-
-
-# ---- the replay of a block, and the planner
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("single_pass", [False, True])
-def test_block_recompute_gives_the_inputs_of_every_sublayer(dtype, single_pass):
-    K = 5
-    sites = [make_inputs("hc_pre", MhcShape(2, 7, 3, 100), seed=i, dtype=dtype) for i in range(K)]
-    x = streams = sites[0].pop("x")
-    first: list[tuple[Tensor, Tensor]] = []
-    fs, posts, combs, pres = [], [], [], []
-    y, post, comb, own = hc_pre(x, **sites[0], return_pre=True)
-    used = own
-    for site in sites[1:]:
-        first.append((streams, y))
-        pres.append(used)
-        fs.append(torch.sin(3 * y))
-        posts.append(post)
-        combs.append(comb)
-        site.pop("x")
-        pre_mix = own if single_pass else None
-        streams, y, post, comb, after = hc_post_pre(fs[-1], streams, post, comb, **site, pre_mix=pre_mix, return_pre=True)
-        used, own = (own if single_pass else after), after
-    first.append((streams, y))
-    pres.append(used)
-    got_streams, got_y = hc_block_recompute(x, fs, posts, combs, pres)
-    assert len(got_streams) == len(got_y) == K
-    assert all(torch.equal(s, a) and torch.equal(t, b) for s, t, (a, b) in zip(got_streams, got_y, first))
-    assert len({float(s.double().sum()) for s in got_streams}) == K
-
-
-def test_block_recompute_refuses():
-    x = torch.randn(2, 4, 8)
-    pre, post, comb, f = torch.rand(2, 4), torch.rand(2, 4), torch.rand(2, 4, 4), torch.randn(2, 8)
-    assert hc_block_recompute(x, [], [], [], [pre])[0][0].data_ptr() == x.data_ptr()
-    with pytest.raises(ValueError, match=r"len\(pre\)"):
-        hc_block_recompute(x, [], [], [], [])
-    with pytest.raises(ValueError, match="f has 2 tensors, wanted 1, one less than the 2 of pre"):
-        hc_block_recompute(x, [f, f], [post], [comb], [pre, pre])
-    with pytest.raises(TypeError, match="pre"):
-        hc_block_recompute(x, [f], [post], [comb], [pre, pre.bfloat16()])
-    with pytest.raises(ValueError, match="f"):
-        hc_block_recompute(x, [f[:1]], [post], [comb], [pre, pre])
-    with pytest.raises(ValueError, match="impl"):
-        hc_block_recompute(x, [f], [post], [comb], [pre, pre], impl="fast")
-
-
-def test_plan_of_the_published_sizes():
-    found = plan(43, 4, 4096, 8192, 2)
-    assert found.layers_per_block == pytest.approx(math.sqrt(4 * 43 / 6)) and round(found.layers_per_block, 1) == 5.4
-    assert sorted(len(b) for b in found.blocks) == [4, 4, 5, 5, 5, 5, 5, 5, 5]
-    assert [i for block in found.blocks for i in block] == list(range(43))
-    output, coefficients = 8192 * 4096 * 2, 8192 * 4 * (2 * 24 + 1)
-    assert found.kept_bytes == 86 * (output + coefficients) + 9 * 4 * output
-    assert found.in_layer_bytes == 86 * (output + coefficients) + 43 * 4 * output
-    assert found.stored_bytes == 86 * (output + coefficients - 8192 * 16) + 86 * 4 * output
-    assert found.replayed_bytes == (9 * 4 + 1) * output
-
-
-@pytest.mark.parametrize("layers", [1, 2, 7, 43, 61])
-@pytest.mark.parametrize("boundaries", [(), (1,), (2, 3, 5)])
-@pytest.mark.parametrize("size", [None, 1, 4, 100])
-def test_blocks_cover_the_layers_and_cross_no_boundary(layers, boundaries, size):
-    if boundaries and boundaries[-1] >= layers:
-        with pytest.raises(ValueError, match="boundaries"):
-            plan(layers, 4, 64, 8, 2, boundaries, layers_per_block=size)
-        return
-    found = plan(layers, 4, 64, 8, 2, boundaries, layers_per_block=size)
-    assert [i for block in found.blocks for i in block] == list(range(layers))
-    starts = {block.start for block in found.blocks}
-    assert set(boundaries) <= starts and len(found.stages) == len(boundaries) + 1
-    for stage in found.stages:
-        lengths = [len(block) for block in stage.blocks]
-        assert max(lengths) - min(lengths) <= 1 and (size is None or max(lengths) <= size)
-    if size == 1:
-        assert found.kept_bytes == found.in_layer_bytes
-
-
-def test_plan_refuses():
-    for bad in ({"num_layers": 0}, {"tokens": -1}, {"itemsize": 0}, {"hc_mult": 1}, {"hc_mult": 9}, {"boundaries": (5, 3)}, {"boundaries": (0,)},
-                {"layers_per_block": 0}):  # fmt: skip
-        with pytest.raises(ValueError, match="plan: "):
-            plan(**{"num_layers": 10, "hc_mult": 4, "hidden": 64, "tokens": 8, "itemsize": 2, **bad})
-    with pytest.raises(TypeError, match="plan: hidden"):
-        plan(10, 4, 64.0, 8, 2)

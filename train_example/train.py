@@ -21,7 +21,7 @@ from torch import nn
 
 from kernel_runtime import forbid_compile, interpreting
 from kernel_runtime.warmup import warmup
-from mhc_ops import Plan, plan
+from mhc_ops import RecomputePlan, plan
 from train_example import checkpoint, metrics
 from train_example.data import Dataset, Text, find_files, write_default_text
 from train_example.model import DeepSeekV4, fp32_islands
@@ -56,7 +56,7 @@ def warm_kernels(config: RunConfig, device: torch.device) -> bool:
     return True
 
 
-def recompute_plan(config: RunConfig) -> Plan:
+def recompute_plan(config: RunConfig) -> RecomputePlan:
     """The blocks of layers of recompute = mhc (one layer each) and cross-layer, and what they keep of one forward pass."""
     sizes, one = config.model, 1 if config.recompute == "mhc" else None
     tokens, itemsize = config.batch * config.seq_len, DTYPES[config.dtype].itemsize

@@ -20,7 +20,7 @@ SUBLAYERS = 2  # of a layer
 
 
 @dataclass(frozen=True)
-class Stage:
+class RecomputeStage:
     """The layers of one pipeline stage. Bytes are those of a device that holds all `tokens` of the plan, one forward pass of them."""
 
     blocks: tuple[range, ...]  # layers of each region, in order
@@ -34,10 +34,10 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecomputePlan:
     """What `plan` returns. `stored_bytes` and `in_layer_bytes` are the same sum without regions and with a region around each layer."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[RecomputeStage, ...]
     layers_per_block: float  # L_r* of the largest stage, before rounding
     stored_bytes: int
     in_layer_bytes: int
@@ -67,7 +67,7 @@ def plan(
     boundaries: Sequence[int] = (),
     *,
     layers_per_block: int | None = None,
-) -> Plan:
+) -> RecomputePlan:
     """Blocks of layers for hc_recompute, of about L_r* = sqrt(N*L / (N + 2)) layers, as even as they go, and the bytes they keep.
 
     num_layers        layers of the model, each an attention and an MLP or MoE sublayer.
@@ -100,13 +100,13 @@ def plan(
     pre = 4 * tokens * hc_mult  # which the ops by themselves do not save
     layer = SUBLAYERS * (output + coefficients)
 
-    def stage(first: int, end: int) -> Stage:
+    def stage(first: int, end: int) -> RecomputeStage:
         count = end - first
         blocks = _even(first, end, math.ceil(count / (layers_per_block or _block_size(count, hc_mult))))
         inside = SUBLAYERS * max(len(block) for block in blocks) - 1
-        return Stage(blocks, count * layer + len(blocks) * streams, inside * streams + output)
+        return RecomputeStage(blocks, count * layer + len(blocks) * streams, inside * streams + output)
 
-    return Plan(
+    return RecomputePlan(
         tuple(stage(a, b) for a, b in pairwise(edges)),
         _ideal(max(b - a for a, b in pairwise(edges)), hc_mult),
         num_layers * (layer + SUBLAYERS * (streams - pre)),
