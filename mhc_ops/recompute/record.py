@@ -42,8 +42,8 @@ class Value:
 
     __slots__ = ("how", "inputs", "kept", "make", "result", "stream", "tensor")
 
-    def __init__(self, tensor: Tensor | None = None) -> None:
-        self.tensor = tensor
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
         self.kept: Callable[[], Tensor] | None = None
         self.make: Callable[..., Tensor] | None = None
         self.inputs: Sequence[View] = ()
@@ -79,7 +79,7 @@ class Value:
 
 
 class View:
-    """What autograd holds in place of a tensor: a value and where in its storage the tensor lies."""
+    """What autograd holds in place of a replayed tensor, or of a view of one: the value and where in its storage the tensor lies."""
 
     __slots__ = ("offset", "size", "stride", "value")
 
@@ -121,22 +121,25 @@ class Recorder:
 
     def pack(self, tensor: Tensor) -> View | Value:
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-            value = Value()
-            self._keep(value, tensor)
-            return value
+            other = Value()
+            self._keep(other, tensor)
+            return other
         storage = tensor.untyped_storage()
         recipe = self.recipes.get(storage._cdata)
         if recipe is not None and recipe[1:] == (tensor.dtype, tensor._version):
             return View(recipe[0], tensor)
         key = (storage._cdata, tensor.dtype, tensor._version, tensor.storage_offset(), tensor.size(), tensor.stride())
-        if key not in self.values:
-            self.values[key] = value = Value(tensor.detach())
-            self.alive.append(StorageWeakRef(storage))
+        value = self.values.get(key)
+        if value is None:
+            self.values[key] = value = Value()
+            if self.outer is not None:
+                self.alive.append(StorageWeakRef(storage))  # what is kept without outer hooks is alive itself
             if self.pending is None:
                 self._keep(value, tensor)
             else:
+                value.tensor = tensor.detach()
                 self.pending.append((value, tensor))
-        return View(self.values[key], tensor)
+        return value
 
     def _keep(self, value: Value, tensor: Tensor) -> None:
         if self.outer is not None:
