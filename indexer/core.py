@@ -27,6 +27,12 @@ def product(a, b, acc):
 
 
 @triton.jit
+def causal(i, S3, q_offset, R: tl.constexpr):
+    """Visible blocks of query `i`. Clipped at 0 first: integer division rounds towards 0 here and down in Python."""
+    return tl.minimum(tl.maximum(i + q_offset + 1, 0) // R, S3)
+
+
+@triton.jit
 def visible(span, row, i, on, rows, S3, q_offset, R: tl.constexpr, TABLE: tl.constexpr):
     """First row of k and number of visible blocks of queries `i` (rows `row`); 0 blocks where `on` is false."""
     if TABLE:
@@ -34,8 +40,19 @@ def visible(span, row, i, on, rows, S3, q_offset, R: tl.constexpr, TABLE: tl.con
         count = tl.load(span + rows + row, mask=on, other=0)
     else:
         start = i * 0
-        # clipped at 0 first: integer division rounds towards 0 here and down in Python
-        count = tl.where(on, tl.minimum(tl.maximum(i + q_offset + 1, 0) // R, S3), 0)
+        count = tl.where(on, causal(i, S3, q_offset, R), 0)
+    return start, count
+
+
+@triton.jit
+def visible_of_row(span, row, i, rows, S3, q_offset, R: tl.constexpr, TABLE: tl.constexpr):
+    """`visible` of one query that exists: Ascend takes a masked load for a vector, which then has to reach the scalar unit."""
+    if TABLE:
+        start = tl.load(span + row)
+        count = tl.load(span + rows + row)
+    else:
+        start = i * 0
+        count = causal(i, S3, q_offset, R)
     return start, count
 
 

@@ -14,20 +14,21 @@ import triton
 import triton.language as tl
 
 from indexer.core import product
+from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
 BLOCK_HEADS = 64
 PARTIAL_BYTES = 1 << 28  # of the rows of dk that wait for their owners
 
 
-@triton.jit(do_not_specialize=["r0", "h0", "S", "S3"])
-def gradients_kernel(
-    q, k, weights, indices, dscores, span, dq, dk, dweights, r0, h0, S, S3,
+@triton.jit
+def gradients_of_query(
+    q, k, weights, indices, dscores, span, dq, dk, dweights, r0, local, head, S, S3,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
     ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query and HB heads. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D]."""
-    row = (r0 + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # later queries hold more slots and go first
+    """Query r0 + local and its HB heads `head`. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D]."""
+    row = (r0 + local).to(tl.int64)
     batch = row // S
     start = 0
     if TABLE:
@@ -42,7 +43,6 @@ def gradients_kernel(
     peak = tl.max(tl.abs(every), 0)
     shrink = tl.where(peak > 0.0, 1.0 / tl.where(peak > 0.0, peak, 1.0), 0.0)
 
-    head = (h0 + tl.program_id(1)) * HB + tl.arange(0, HB)
     d = tl.arange(0, DP)
     C: tl.constexpr = DP // HALVES
     c = tl.arange(0, C)
@@ -55,7 +55,7 @@ def gradients_kernel(
     if HALVES == 2:
         right = tl.load(q_rows + C + c[None, :], mask=(head < H)[:, None] & (C + c < D)[None, :], other=0.0)
         right = (right.to(tl.float32) * w[:, None]).to(q_tile.dtype)
-    own = dk + ((tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * K) * D
+    own = dk + (local.to(tl.int64) * K) * D
     sums = tl.zeros([HB, DP], tl.float32)
     n = tl.arange(0, BS)
     for j in tl.range(0, used, BS, num_stages=STAGES):
@@ -88,10 +88,38 @@ def gradients_kernel(
     tl.store(out, (sums * w[:, None]).to(dq.dtype.element_ty), mask=(head < H)[:, None] & (d < D)[None, :])
 
 
+@triton.jit(do_not_specialize=["r0", "h0", "S", "S3"])
+def gradients_kernel(
+    q, k, weights, indices, dscores, span, dq, dk, dweights, r0, h0, S, S3,
+    H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
+    ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program a query and block of heads."""
+    local = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries hold more slots and go first
+    head = (h0 + tl.program_id(1)) * HB + tl.arange(0, HB)
+    gradients_of_query(
+        q, k, weights, indices, dscores, span, dq, dk, dweights, r0, local, head, S, S3,
+        H, HB, D, DP, K, P, TABLE, ATOMIC, BS, HALVES, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["r0", "h0", "S", "S3", "tasks"])
+def gradients_ascend_kernel(
+    q, k, weights, indices, dscores, span, dq, dk, dweights, r0, h0, S, S3, tasks,
+    H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
+    ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program works through queries, all with the heads of block h0. Partial rows alone: Ascend would add element by element."""
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        gradients_of_query(
+            q, k, weights, indices, dscores, span, dq, dk, dweights, r0, tasks - 1 - task, h0 * HB + tl.arange(0, HB), S, S3,
+            H, HB, D, DP, K, P, TABLE, ATOMIC, BS, HALVES, STAGES,
+        )  # fmt: skip
+
+
 @triton.jit
-def owner_sum_kernel(partial, order, offsets, dk, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr):
+def sum_of_owner(partial, order, offsets, dk, s, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr):
     """dk[s] += the partial rows in the list of key s, in the order of the list."""
-    s = tl.program_id(0)
     begin = tl.load(offsets + s)
     end = tl.load(offsets + s + 1)
     d = tl.arange(0, DP)
@@ -105,16 +133,29 @@ def owner_sum_kernel(partial, order, offsets, dk, D: tl.constexpr, DP: tl.conste
     tl.store(out, tl.load(out, mask=d < D, other=0.0) + tl.sum(total, 0), mask=d < D)
 
 
+@triton.jit
+def owner_sum_kernel(partial, order, offsets, dk, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr):
+    sum_of_owner(partial, order, offsets, dk, tl.program_id(0), D, DP, BR)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def owner_sum_ascend_kernel(partial, order, offsets, dk, tasks, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr):
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        sum_of_owner(partial, order, offsets, dk, tasks - 1 - task, D, DP, BR)
+
+
 @cache
-def gradients_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, topk: int, table: bool, atomic: bool) -> Spec:
+def gradients_spec(
+    dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, topk: int, table: bool, atomic: bool, npu: bool = False
+) -> Spec:
     name = TRITON_DTYPE[dtype]
     padded = max(16, triton.next_power_of_2(dim))
     return Spec(
-        gradients_kernel,
+        gradients_ascend_kernel if npu else gradients_kernel,
         types={
             "q": f"*{name}", "k": f"*{name}", "weights": f"*{TRITON_DTYPE[weights_dtype]}", "indices": "*i32", "dscores": "*fp32",
             "span": "*i32", "dq": f"*{name}", "dk": "*fp32" if atomic else f"*{name}", "dweights": "*fp32",
-            "r0": "i32", "h0": "i32", "S": "i32", "S3": "i32",
+            "r0": "i32", "h0": "i32", "S": "i32", "S3": "i32", **({"tasks": "i32"} if npu else {}),
         },
         consts={
             "H": heads, "HB": max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim, "DP": padded, "K": topk,
@@ -124,15 +165,18 @@ def gradients_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, d
         num_warps=4,
         # three programs on a multiprocessor instead of two, for a few spilled registers
         options={"maxnreg": 168},
+        targets=("ascend",) if npu else ("cuda", "hip"),
     )  # fmt: skip
 
 
 @cache
-def owner_sum_spec(dtype: torch.dtype, dim: int) -> Spec:
+def owner_sum_spec(dtype: torch.dtype, dim: int, npu: bool = False) -> Spec:
+    types = {"partial": f"*{TRITON_DTYPE[dtype]}", "order": "*i64", "offsets": "*i64", "dk": "*fp32"}
     return Spec(
-        owner_sum_kernel,
-        types={"partial": f"*{TRITON_DTYPE[dtype]}", "order": "*i64", "offsets": "*i64", "dk": "*fp32"},
+        owner_sum_ascend_kernel if npu else owner_sum_kernel,
+        types={**types, "tasks": "i32"} if npu else types,
         consts={"D": dim, "DP": max(16, triton.next_power_of_2(dim)), "BR": 32},
+        targets=("ascend",) if npu else ("cuda", "hip"),
     )
 
 
@@ -144,8 +188,14 @@ def slot_gradients(
     dscores: torch.Tensor,
     span: torch.Tensor | None,
     deterministic: bool,
+    npu: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq in the dtype of q, dk and dweights in fp32. Contiguous inputs; dscores fp32 like indices [.., K]; span as of `visible_table`."""
+    """dq in the dtype of q, dk and dweights in fp32. Contiguous inputs; dscores fp32 like indices [.., K]; span as of `visible_table`.
+
+    On an NPU the sum is always the deterministic one. npu: see `on_npu`.
+    """
+    npu = on_npu(q.device, npu)
+    deterministic = deterministic or npu
     heads, dim = q.shape[-2:]
     topk = indices.shape[-1]
     batch, queries = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
@@ -155,7 +205,7 @@ def slot_gradients(
     dweights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
     if not rows or not topk or not keys:
         return dq.zero_(), dk, dweights.zero_()
-    spec = gradients_spec(q.dtype, weights.dtype, heads, dim, topk, span is not None, not deterministic)
+    spec = gradients_spec(q.dtype, weights.dtype, heads, dim, topk, span is not None, not deterministic, npu)
     blocks = triton.cdiv(heads, spec.consts["HB"])
     tensors = (q, k, weights, indices, dscores, indices if span is None else span, dq)
     if not deterministic:
@@ -170,8 +220,10 @@ def slot_gradients(
         lists, order = owners[r0 * topk : (r0 + some) * topk].sort(stable=True)
         offsets = torch.searchsorted(lists, bounds)
         for h0 in range(blocks):
-            spec.launch((some, 1), *tensors, partial, dweights, r0, h0, queries, keys)
-            owner_sum_spec(q.dtype, dim).launch((batch * keys,), partial, order, offsets, dk)
+            arguments = (*tensors, partial, dweights, r0, h0, queries, keys)
+            spec.launch((grid_size(q.device, some, npu), 1), *arguments, *((some,) if npu else ()))
+            owners_grid = (grid_size(q.device, batch * keys, npu, vector=True),)
+            owner_sum_spec(q.dtype, dim, npu).launch(owners_grid, partial, order, offsets, dk, *((batch * keys,) if npu else ()))
     return dq, dk, dweights
 
 

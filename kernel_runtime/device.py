@@ -52,3 +52,19 @@ def _properties(device: torch.device) -> DeviceProperties:
         table = triton.runtime.driver.active.utils.get_device_properties(device.index)
         cube, vector = table["num_aicore"], table["num_vectorcore"]
     return DeviceProperties(found.name, int(vector), int(cube), None)
+
+
+def on_npu(device: torch.device, npu: bool | None) -> bool:
+    """Whether a launcher takes the forms for Ascend. True takes them on any device: tests run them in the interpreter."""
+    return device.type == "npu" if npu is None else npu
+
+
+def grid_size(device: torch.device, tasks: int, npu: bool, vector: bool = False) -> int:
+    """Programs of a kernel that loops over its tasks: one each on a GPU, as many as cores on an NPU (65535 at most there).
+
+    vector: the kernel holds no products, so that every vector core takes a program, otherwise every matrix core.
+    """
+    if not npu:
+        return tasks
+    properties = device_properties(device)
+    return min(tasks, properties.vector_cores if vector else properties.cube_cores)

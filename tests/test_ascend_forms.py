@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from indexer import lightning_indexer
+from reference.cases import indexer as indexer_cases
 from reference.cases.sparse_attn import ATTENTION_CASES, AttentionCase
 from tests.op_checks import poison_empty
+from tests.test_indexer_kernels import check_gradients, check_selection, long_case, whole
 from tests.test_sparse_attn_kernels import check
 
 
@@ -17,7 +20,7 @@ def launched(monkeypatch):
     """Makes the launchers take the forms for Ascend; the specs that were launched."""
     from kernel_runtime import launch
 
-    for name in ("sparse_attn.shared_kv.fwd", "sparse_attn.shared_kv.bwd"):
+    for name in ("sparse_attn.shared_kv.fwd", "sparse_attn.shared_kv.bwd", "indexer.lightning.fwd", "indexer.gradients"):
         monkeypatch.setattr(f"{name}.on_npu", lambda device, npu: True)
     seen = []
     monkeypatch.setattr(launch, "LAUNCH_OBSERVERS", [lambda spec, arguments: seen.append(spec)])
@@ -45,3 +48,78 @@ def test_attention_in_chunks_of_queries(kernel_device, launched, monkeypatch):
     monkeypatch.setattr(bwd, "CHUNK_BYTES", 3000)
     for name in ("cfa", "scfa"):
         check(replace(next(c for c in ATTENTION_CASES if c.name == name), K=19), kernel_device, torch.float32)
+
+
+@pytest.mark.parametrize("case", indexer_cases.SMALL, ids=lambda c: c.name)
+def test_selection(kernel_device, launched, case):
+    inputs = whole(indexer_cases.make_indexer(case, device=kernel_device))
+    check_selection(case, kernel_device, inputs)
+    check_selection(case, kernel_device, inputs, query_chunk=5, sorted=False)
+
+
+@pytest.mark.parametrize("heads, dim", [(3, 10), (20, 64), (130, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores(kernel_device, launched, heads, dim, dtype):
+    case = indexer_cases.IndexerCase("shape", batch=2, seq=9, q_offset=14, heads=heads, head_dim=dim, topk=3)
+    check_selection(case, kernel_device, whole(indexer_cases.make_indexer(case, device=kernel_device), dtype))
+
+
+@pytest.mark.parametrize("kind", ["ties", "distinct", "zero", "negative"])
+@pytest.mark.parametrize("keys", [70, 300])
+def test_search(kernel_device, launched, monkeypatch, keys, kind):
+    """A row that is held and one that streams past in tiles, the last one short; many equal scores, none, and nothing else."""
+    from indexer.lightning import fwd
+    from indexer.lightning.ascend import topk
+
+    topk.select_ascend_spec.cache_clear()
+    for module, name, value in ((fwd, "RESIDENT", 128), (topk, "RESIDENT", 128), (topk, "STREAMED", 128), (topk, "LANES", 16)):
+        monkeypatch.setattr(module, name, value)
+    case = long_case(keys, 50)
+    inputs = whole(indexer_cases.make_indexer(case, device=kernel_device))
+    if kind == "distinct":
+        inputs["weights"] = torch.ones_like(inputs["weights"])
+        inputs["q"] = torch.zeros_like(inputs["q"])
+        inputs["q"][..., 0] = 1
+        inputs["k"][0, :, 0] = torch.randperm(keys, generator=torch.Generator().manual_seed(3)).to(kernel_device, torch.float32)
+    elif kind == "zero":
+        inputs["weights"] = torch.zeros_like(inputs["weights"])
+    elif kind == "negative":
+        inputs["weights"] = -inputs["weights"].abs() - 1
+    check_selection(case, kernel_device, inputs)
+    held = {spec.consts["HELD"] for spec in launched if spec.name == "select_ascend_kernel"}
+    assert held == {keys <= 128}
+    topk.select_ascend_spec.cache_clear()
+
+
+def test_infinite_and_signed_zero_scores(kernel_device, launched):
+    case = long_case(140, 120)
+    inputs = whole(indexer_cases.make_indexer(case, device=kernel_device))
+    inputs["q"][:] = 1
+    inputs["k"][:] = 1
+    inputs["k"][:, ::3] = 0
+    inputs["k"][:, 1::7] = torch.inf
+    inputs["weights"][:] = -1
+    check_selection(case, kernel_device, inputs)
+
+
+def test_every_slot_is_written_with_nan_scores(kernel_device, launched):
+    """An index from uninitialised memory would send a gather anywhere."""
+    case = long_case(70, 50)
+    inputs = whole(indexer_cases.make_indexer(case, device=kernel_device))
+    inputs["k"][:, ::5] = torch.nan
+    indices, _ = lightning_indexer(**inputs, topk=50, **indexer_cases.layout(case, kernel_device), impl="triton")
+    for row in indices[0].tolist():
+        kept = [index for index in row if index >= 0]
+        assert len(set(kept)) == len(kept) == 50 and max(kept) < 70
+        assert {*range(0, 70, 5)} <= {*kept}
+
+
+@pytest.mark.parametrize("case", indexer_cases.SMALL, ids=lambda c: c.name)
+def test_gradients(kernel_device, launched, case):
+    check_gradients(case, kernel_device, torch.float32, False)
+
+
+@pytest.mark.parametrize("heads, dim", [(1, 10), (70, 64)])
+def test_gradients_in_bf16(kernel_device, launched, heads, dim):
+    case = indexer_cases.IndexerCase("shape", batch=2, seq=5, q_offset=20, heads=heads, head_dim=dim, topk=5)
+    check_gradients(case, kernel_device, torch.bfloat16, False)

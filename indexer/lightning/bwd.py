@@ -7,6 +7,8 @@ import torch
 from indexer.core import span_spec, visible_table
 from indexer.gradients import gradients_spec, owner_sum_spec, slot_gradients
 from indexer.library import SEGMENT
+from indexer.lightning.ascend.scores import scores_ascend_spec
+from indexer.lightning.ascend.topk import order_ascend_spec, select_ascend_spec
 from indexer.lightning.fwd import scores_spec
 from indexer.lightning.topk import NARROW, order_spec, select_spec
 from kernel_runtime.registry import ModelShape
@@ -21,10 +23,11 @@ def lightning_indexer_bwd(
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     deterministic: bool,
+    npu: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, weights, indices, dscores = (x.contiguous() for x in (q, k, weights, indices, dscores))
     span = visible_table(1, q.shape[0], k.shape[-2], 1, cu_seqlens_q, cu_seqlens_k, 0, None, q.device)  # BSND: None
-    dq, dk, dweights = slot_gradients(q, k, weights, indices, dscores, span, deterministic)
+    dq, dk, dweights = slot_gradients(q, k, weights, indices, dscores, span, deterministic, npu)
     return dq, dk.to(k.dtype), dweights.to(weights.dtype)
 
 
@@ -45,4 +48,10 @@ def specs(shape: ModelShape) -> Iterator:
         yield order_spec(topk, ratio, table, True)
         for atomic in (False, True):
             yield gradients_spec(dtype, torch.float32, heads, dim, topk, table, atomic)
-    yield owner_sum_spec(dtype, dim)
+        yield gradients_spec(dtype, torch.float32, heads, dim, topk, table, False, npu=True)
+        yield scores_ascend_spec(dtype, torch.float32, heads, dim, ratio, table)
+        for held in (False, True):
+            yield select_ascend_spec(topk, ratio, table, held)
+        yield order_ascend_spec(topk, ratio, table, True)
+    for npu in (False, True):
+        yield owner_sum_spec(dtype, dim, npu)

@@ -1,5 +1,6 @@
 """Lightning indexer forward: scores, then the selection, in chunks of queries."""
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -8,7 +9,10 @@ import triton.language as tl
 
 from indexer.core import product, visible, visible_table
 from indexer.library import SEGMENT
+from indexer.lightning.ascend.scores import scores_ascend_spec
+from indexer.lightning.ascend.topk import RESIDENT, order_ascend_spec, select_ascend_spec
 from indexer.lightning.topk import NARROW, order_spec, select_spec
+from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
 COLUMNS = 128  # queries x heads of a tile
@@ -82,7 +86,7 @@ def scores_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim:
             "NQ": COLUMNS // block, "BK": BLOCK_KEYS, "STAGES": 2,
         },
         num_warps=4,
-        hot=True,
+        targets=("cuda", "hip"),
     )  # fmt: skip
 
 
@@ -90,6 +94,13 @@ def query_chunks(batch: int, queries: int, keys: int, asked: int) -> tuple[int, 
     """(batch entries, queries) of a chunk: whole sequences where they fit, otherwise a part of one."""
     rows = asked or max(1, SCORE_BUFFER // max(1, keys))
     return (min(batch, rows // queries), queries) if rows >= queries else (1, rows)
+
+
+def chunks_of(batch: int, queries: int, batches: int, length: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first batch entry, entries, first query, queries) of every chunk."""
+    for b0 in range(0, batch, batches):
+        for i0 in range(0, queries, length):
+            yield b0, min(batches, batch - b0), i0, min(length, queries - i0)
 
 
 def lightning_indexer_fwd(
@@ -104,7 +115,9 @@ def lightning_indexer_fwd(
     q_offsets: torch.Tensor | None,
     sorted: bool,
     query_chunk: int,
+    npu: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """indices and scores of the op lightning_indexer_fwd. npu: see `on_npu`."""
     q, k, weights = q.contiguous(), k.contiguous(), weights.contiguous()
     heads, dim = q.shape[-2:]
     batch, queries = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
@@ -118,6 +131,19 @@ def lightning_indexer_fwd(
     span = indices if span is None else span  # a pointer that is not read
     batches, length = query_chunks(batch, queries, keys, query_chunk)
     buffer = torch.empty(max(1, batches * length * keys), dtype=torch.float32, device=q.device)
+    if on_npu(q.device, npu):
+        winners = torch.empty(batches * length * topk, dtype=torch.int32, device=q.device)
+        best = torch.empty(winners.shape, dtype=torch.float32, device=q.device)
+        score_npu = scores_ascend_spec(q.dtype, weights.dtype, heads, dim, cmp_ratio, table)
+        select_npu = select_ascend_spec(topk, cmp_ratio, table, keys <= RESIDENT)
+        order_npu = order_ascend_spec(topk, cmp_ratio, table, sorted)
+        for b0, some, i0, n in chunks_of(batch, queries, batches, length):
+            sizes = (b0, i0, n, queries, keys, rows, q_offset, some * n)
+            vector_grid = (grid_size(q.device, some * n, True, vector=True),)
+            score_npu.launch((grid_size(q.device, some * n, True),), q, k, weights, span, buffer, *sizes)
+            select_npu.launch(vector_grid, buffer, span, winners, best, *sizes)
+            order_npu.launch(vector_grid, buffer, span, winners, best, indices, values, *sizes)
+        return indices, values
     segments = triton.cdiv(keys, SEGMENT)
     winners = indices
     if segments > 1:
@@ -126,27 +152,24 @@ def lightning_indexer_fwd(
     score = scores_spec(q.dtype, weights.dtype, heads, dim, cmp_ratio, table)
     order = order_spec(topk, cmp_ratio, table, sorted)
     tile = score.consts["NQ"]
-    for b0 in range(0, batch, batches):
-        some = min(batches, batch - b0)
-        for i0 in range(0, queries, length):
-            n = min(length, queries - i0)
-            sizes = (n, queries, keys, rows, q_offset)
-            seen = keys if table else min(keys, max(0, q_offset + i0 + n) // cmp_ratio)  # of the last query
-            if seen:
-                score.launch((triton.cdiv(n, tile), some), q, k, weights, span, buffer, b0, i0, *sizes)
-            for above, upto, width in search_widths(topk, seen):
-                first, last = (0, n) if table else rows_between(above, upto if upto < keys else None, q_offset + i0, n, cmp_ratio)
-                if first >= last:
-                    continue
-                grid = (last - first, some)
-                args = (buffer, span, winners, indices, b0, i0, first, *sizes, segments, above, upto)
-                if upto <= SEGMENT:
-                    select_spec(topk, cmp_ratio, table, 0, width).launch(grid, *args)
-                else:
-                    select_spec(topk, cmp_ratio, table, 1, SEGMENT).launch((*grid, segments), *args)
-                    second = min(SEGMENT, max(NARROW, triton.next_power_of_2(segments * topk)))
-                    select_spec(topk, cmp_ratio, table, 2, second).launch(grid, *args)
-            order.launch((n, some), buffer, span, indices, values, b0, i0, *sizes)
+    for b0, some, i0, n in chunks_of(batch, queries, batches, length):
+        sizes = (n, queries, keys, rows, q_offset)
+        seen = keys if table else min(keys, max(0, q_offset + i0 + n) // cmp_ratio)  # of the last query
+        if seen:
+            score.launch((triton.cdiv(n, tile), some), q, k, weights, span, buffer, b0, i0, *sizes)
+        for above, upto, width in search_widths(topk, seen):
+            first, last = (0, n) if table else rows_between(above, upto if upto < keys else None, q_offset + i0, n, cmp_ratio)
+            if first >= last:
+                continue
+            grid = (last - first, some)
+            args = (buffer, span, winners, indices, b0, i0, first, *sizes, segments, above, upto)
+            if upto <= SEGMENT:
+                select_spec(topk, cmp_ratio, table, 0, width).launch(grid, *args)
+            else:
+                select_spec(topk, cmp_ratio, table, 1, SEGMENT).launch((*grid, segments), *args)
+                second = min(SEGMENT, max(NARROW, triton.next_power_of_2(segments * topk)))
+                select_spec(topk, cmp_ratio, table, 2, second).launch(grid, *args)
+        order.launch((n, some), buffer, span, indices, values, b0, i0, *sizes)
     return indices, values
 
 

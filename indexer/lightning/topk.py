@@ -21,19 +21,19 @@ LOWEST = tl.constexpr(-2147483648)  # key of an empty place, below that of -inf
 
 
 @triton.jit
-def _key(x):
+def score_key(x):
     """int32 that orders as the float does; both zeros get one key, as they are a tie."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _value(key):
+def key_score(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _halfway(low, high):
+def halfway(low, high):
     """(low + high) / 2 rounded down, without overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
@@ -41,6 +41,18 @@ def _halfway(low, high):
 @triton.jit
 def _count(condition):
     return tl.sum(tl.sum(condition.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def next_threshold(low, high, middle, at_low, at_high, step, K: tl.constexpr):
+    """The key to count at next: interpolation in the scores themselves, damped at first and held off the ends; bisection of the bits,
+    `middle`, after 16 steps. at_low > at_high are the counts of keys at or above low and high."""
+    if step < 16:
+        share = (at_low - K).to(tl.float32) / tl.maximum(at_low - at_high, 1).to(tl.float32)
+        share = tl.where(step < 3, 0.5 * share + 0.25, tl.minimum(tl.maximum(share, 0.1), 0.9))
+        guess = score_key(key_score(low) + (key_score(high) - key_score(low)) * share)
+        middle = tl.where((guess > low) & (guess < high), guess, middle)
+    return middle
 
 
 @triton.jit(do_not_specialize=["b0", "i0", "first", "n", "S", "S3", "rows", "q_offset", "segments", "above", "upto"])
@@ -72,7 +84,7 @@ def select_kernel(
                 column += tl.program_id(2) * (A * E)
             held = column < count
         x = tl.load(scores + buffer * S3 + tl.where(held, column, 0), mask=held, other=float("-inf"))
-        key = tl.where(held, _key(x), LOWEST)
+        key = tl.where(held, score_key(x), LOWEST)
         total = _count(held)
 
         # the largest `low` with at least K keys at or above it; `at_low`, `at_high`: keys at or above low and high
@@ -82,13 +94,9 @@ def select_kernel(
         at_low = total
         at_high = 0
         step = 0
-        middle = _halfway(low, high)
+        middle = halfway(low, high)
         while (middle > low) & (found != K) & (total > K):
-            if step < 16:  # interpolation in the scores themselves, damped at first and held off the ends; bisection of the bits after that
-                share = (at_low - K).to(tl.float32) / tl.maximum(at_low - at_high, 1).to(tl.float32)
-                share = tl.where(step < 3, 0.5 * share + 0.25, tl.minimum(tl.maximum(share, 0.1), 0.9))
-                guess = _key(_value(low) + (_value(high) - _value(low)) * share)
-                middle = tl.where((guess > low) & (guess < high), guess, middle)
+            middle = next_threshold(low, high, middle, at_low, at_high, step, K)
             found = _count(key >= middle)
             enough = found >= K
             low = tl.where(enough, middle, low)
@@ -96,7 +104,7 @@ def select_kernel(
             high = tl.where(enough, high, middle)
             at_high = tl.where(enough, at_high, found)
             step += 1
-            middle = _halfway(low, high)
+            middle = halfway(low, high)
         take = (key >= low) & held
         if (found != K) & (total > K):
             # several blocks share the K-th score: those of the smallest index belong, up to and including `last`
@@ -142,7 +150,7 @@ def order_kernel(
     column = tl.load(chosen + row * K + slot, mask=held & (count > K), other=0)
     column = tl.where(held, tl.where(count > K, column, slot), slot)
     x = tl.load(scores + buffer * S3 + tl.where(held, column, 0), mask=held, other=0.0)
-    key = tl.where(held, _key(x), LOWEST)
+    key = tl.where(held, score_key(x), LOWEST)
     if SORT:
         # ascending in the complement is descending in the score; an empty place needs an index of its own to stay a strict order
         packed = tl.sort(((~key).to(tl.int64) << 32) | column.to(tl.int64))
@@ -150,7 +158,7 @@ def order_kernel(
         column = packed.to(tl.int32)
     empty = key == LOWEST
     tl.store(chosen + row * K + slot, tl.where(empty, -1, column), mask=slot < K)
-    tl.store(values + row * K + slot, tl.where(empty, float("-inf"), _value(key)), mask=slot < K)
+    tl.store(values + row * K + slot, tl.where(empty, float("-inf"), key_score(key)), mask=slot < K)
 
 
 RUNTIME = ("b0", "i0", "n", "S", "S3", "rows", "q_offset")
@@ -168,6 +176,7 @@ def select_spec(topk: int, cmp_ratio: int, table: bool, level: int, width: int) 
         num_warps=warps,
         # without the cap the search takes 215 to 255 registers and twice the time
         options={"maxnreg": 128},
+        targets=("cuda", "hip"),
     )
 
 

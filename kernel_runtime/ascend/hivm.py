@@ -87,7 +87,8 @@ class Report:
 
     planned: dict[str, int]
     limits: dict[str, int]
-    scalar_loops: int  # loops that touch single elements of UB or global memory and issue no wide vector, cube or DMA call
+    # loops that touch single elements of UB or global memory, and neither issue a wide vector, cube or DMA call nor hold a loop that does
+    scalar_loops: int
     short_scalar_loops: int  # such loops of at most SHORT_ITERATIONS iterations a pass, not counted above
     narrow_loops: int  # loops of calls on less than one vector register: correct, and slow if they run often
     loads: Counter[str]  # bytes from global memory by kernel argument
@@ -247,7 +248,8 @@ def read(text: str, argument_names: list[str]) -> Report:
 
 
 def _add(report: Report, block: Block, times: int, names: list[str]) -> None:
-    wide = any(call.bytes >= WIDE_BYTES for call in block.calls)
+    # the calls of loops and branches within count: one that reads a row's range and then loops over it in tiles is no scalar loop
+    wide = any(call.bytes >= WIDE_BYTES for inner, _ in block.walk() for call in inner.calls)
     if block.kind in ("for", "while"):
         if block.scalar_accesses and not wide:
             if block.trips is not None and times <= SHORT_ITERATIONS:

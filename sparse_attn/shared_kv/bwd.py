@@ -19,19 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from sparse_attn.shared_kv.core import (
-    grid_size,
-    load_rows,
-    on_npu,
-    product,
-    range_rows,
-    selected_rows,
-    store_rows,
-    used_slots,
-    used_slots_ascend,
-)
+from sparse_attn.shared_kv.core import load_rows, product, range_rows, selected_rows, store_rows, used_slots, used_slots_ascend
 from sparse_attn.shared_kv.fwd import (
     ALL,
     GPU,

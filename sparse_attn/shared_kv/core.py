@@ -1,21 +1,9 @@
 """Device functions shared by the attention's kernels, forward and backward."""
 
-import torch
 import triton
 import triton.language as tl
 
-from kernel_runtime.device import device_properties
 from kernel_runtime.kernels import INTERPRETING
-
-
-def on_npu(device: torch.device, npu: bool | None) -> bool:
-    """Whether a launcher takes the forms for Ascend. True takes them on any device: tests run them in the interpreter."""
-    return device.type == "npu" if npu is None else npu
-
-
-def grid_size(device: torch.device, tasks: int, npu: bool) -> int:
-    """Programs of a kernel that loops over its tasks: one each on a GPU, as many as matrix cores on an NPU (65535 at most there)."""
-    return min(tasks, device_properties(device).cube_cores) if npu else tasks
 
 
 @triton.jit

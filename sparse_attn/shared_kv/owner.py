@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_runtime.device import grid_size
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.core import grid_size, load_rows
+from sparse_attn.shared_kv.core import load_rows
 
 
 def owner_lists(
@@ -60,4 +61,4 @@ def owner_sum(part: torch.Tensor, starts: torch.Tensor, order: torch.Tensor, dkv
     D = part.shape[-1]
     spec = owner_spec(part.dtype, D)
     tasks = (dkv.numel() // D) * triton.cdiv(D, spec.consts["BD"])
-    spec.launch((grid_size(part.device, tasks, npu),), part, starts, order, dkv, tasks)
+    spec.launch((grid_size(part.device, tasks, npu, vector=True),), part, starts, order, dkv, tasks)
