@@ -21,9 +21,11 @@ BLOCK = 4096
 
 @triton.jit(do_not_specialize=["n"])
 def scale_kernel(x, scale, out, n, B: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    value = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32) * tl.load(scale)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=place < n)
+    first = tl.program_id(0).to(tl.int64) * B
+    place = tl.arange(0, B)  # from here on 32 bits
+    on = place < tl.minimum(n - first, B).to(tl.int32)
+    value = tl.load(x + first + place, mask=on, other=0.0).to(tl.float32) * tl.load(scale)
+    tl.store(out + first + place, value.to(out.dtype.element_ty), mask=on)
 
 
 @cache

@@ -204,9 +204,11 @@ def dense_dk_kernel(
 def dense_teacher_spec(dtype: torch.dtype, heads: int, dim: int, cmp_ratio: int, table: bool, own_lse: bool) -> Spec:
     """`own_lse`: the kernel that makes lse rather than the teacher."""
     name = TRITON_DTYPE[dtype]
-    block = max(16 if ON_ASCEND else 1, triton.next_power_of_2(heads))
+    block = max(16, triton.next_power_of_2(heads))
     # on Ascend a tile of one query does not compile, as it is no sum over heads alone
     columns = max(block * (2 if ON_ASCEND and not own_lse else 1), 32 if dtype == torch.float32 else COLUMNS)
+    # two vectors a column are held through the loop of lse; the teacher's tile of 256 columns is one of Ascend alone
+    tile = 32 if dtype == torch.float32 else TEACHER_KEYS // (2 if columns > 128 or (own_lse and not ON_ASCEND) else 1)
     tensors = ("q", "cmp_kv", "span", "lse") if own_lse else ("q", "cmp_kv", "lse", "span", "teacher")
     kinds = {"q": f"*{name}", "cmp_kv": f"*{name}", "lse": "*fp32", "span": "*i32", "teacher": "*fp32"}
     return Spec(
@@ -214,7 +216,7 @@ def dense_teacher_spec(dtype: torch.dtype, heads: int, dim: int, cmp_ratio: int,
         types={x: kinds[x] for x in tensors} | {"scale": "fp32"} | CHUNK_TYPES,
         consts={
             "N": heads, "HB": block, "D": dim, "BD": min(64, dim & -dim), "R": cmp_ratio, "TABLE": table, "NQ": columns // block,
-            "BK": 32 if dtype == torch.float32 else TEACHER_KEYS // (1 if columns <= 128 else 2), "STAGES": 3,
+            "BK": tile, "STAGES": 3,
         },
         num_warps=4,
     )  # fmt: skip
@@ -224,12 +226,13 @@ def dense_teacher_spec(dtype: torch.dtype, heads: int, dim: int, cmp_ratio: int,
 def dense_gradient_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, cmp_ratio: int, table: bool, keys: bool) -> Spec:
     """`keys`: the gradient of k rather than those of q and the weights."""
     name = TRITON_DTYPE[dtype]
+    wide = dtype == torch.float32
     types = {"q": f"*{name}", "k": f"*{name}", "weights": f"*{TRITON_DTYPE[weights_dtype]}", "dscores": "*fp32", "span": "*i32"}
     consts = {
-        "H": heads, "HB": max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim, "DP": max(16, triton.next_power_of_2(dim)),
-        "R": cmp_ratio, "TABLE": table,
+        "H": heads, "HB": max(16, min(32 if wide else BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim,
+        "DP": max(16, triton.next_power_of_2(dim)), "R": cmp_ratio, "TABLE": table,
     }  # fmt: skip
-    block = 32 if dtype == torch.float32 else BLOCK_KEYS
+    block = 32 if wide else BLOCK_KEYS
     if keys:
         return Spec(dense_dk_kernel, types | {"partial": "*fp32"} | CHUNK_TYPES, consts | {"BK": block}, num_warps=4)
     return Spec(dense_dq_kernel, types | {"dq": f"*{name}", "dweights": "*fp32"} | CHUNK_TYPES, consts | {"BS": block, "STAGES": 2}, num_warps=4)

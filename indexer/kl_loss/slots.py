@@ -132,6 +132,7 @@ def slot_teacher_kernel(
 
 @cache
 def slot_scores_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, slots: int, cmp_ratio: int, table: bool) -> Spec:
+    wide = dtype == torch.float32
     name = TRITON_DTYPE[dtype]
     return Spec(
         slot_scores_kernel,
@@ -140,9 +141,9 @@ def slot_scores_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int,
             "scores": "*fp32",
         } | SIZES,
         consts={
-            "H": heads, "HB": max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim,
+            "H": heads, "HB": max(16, min(16 if wide else BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim,
             "DP": max(16, triton.next_power_of_2(dim)), "K": slots, "P": max(16, triton.next_power_of_2(slots)), "R": cmp_ratio,
-            "TABLE": table, "BS": 32 if dtype == torch.float32 else 64, "STAGES": 2,
+            "TABLE": table, "BS": 32 if wide else 64, "STAGES": 2,
         },
         num_warps=4,
     )  # fmt: skip
