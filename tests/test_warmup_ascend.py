@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from kernel_runtime.ascend.__main__ import Row, table, traffic
+from kernel_runtime.ascend.__main__ import Row, mended, table, traffic
 from kernel_runtime.ascend.hivm import read
 from tests.warmup_tools import ROOT
 
@@ -146,3 +146,18 @@ def test_torch_standin_never_hides_torch():
     run = subprocess.run([sys.executable, "-c", "import torch"], cwd=ROOT, env={"PYTHONPATH": "kernel_runtime/ascend/standin"},
                          capture_output=True, text=True)  # fmt: skip
     assert run.returncode != 0 and "torch is installed in this environment" in run.stderr
+
+
+def test_known_failures_are_just_those():
+    """A listed kernel fails as listed without failing the run; another failure, compiler or kernel does not pass as known."""
+    crash, other = "bishengir-compile crashed (signal 11)", "UB overflows"
+    rows = [
+        Row("op", kernel, ["tiny"], "Ascend910B3", compiler, {}, True, error=error)
+        for kernel, compiler, error in (
+            ("project_kernel", "1.0.0", crash), ("project_kernel", "1.0.0", ""), ("project_kernel", "1.0.0", other),
+            ("project_kernel", "1.2.0", crash), ("attention_fwd_kernel", "1.0.0", crash),
+        )
+    ]  # fmt: skip
+    assert [row.known for row in rows] == [True, False, False, False, False]
+    assert mended(rows) == [] and mended(rows[1:]) == ["project_kernel with 1.0.0"]
+    assert "known: bishengir-compile crashed" in table(rows[:1]) and "FAIL" in table(rows[2:3])

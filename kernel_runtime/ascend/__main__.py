@@ -22,6 +22,19 @@ from kernel_runtime.registry import PRESETS, import_ops, registered_specs, shape
 TARGETS = ("Ascend910B3", "Ascend910_9382")
 MEMORIES = ("UB", "L1", "L0C")
 
+# What a compiler is known not to manage: compiler -> kernel -> part of the failure's text. Such a failure is shown and does not fail the
+# run; any other does, and so does a kernel listed here whose specialisations all compile: it is to be taken off the list.
+# ascendnpu-ir 1.0.0 crashes where the accumulator of a product starts as a constant zero and is carried by a loop (1.2.0 does not), and
+# compares integers of the gates' comb element by element.
+KNOWN_FAILURES = {
+    "1.0.0": {
+        "project_kernel": "crashed (signal 11)",
+        "project_exact_kernel": "crashed (signal 11)",
+        "dx_dfn_kernel": "crashed (signal 11)",
+        "gates_dpre_kernel": "scalar loops in a kernel listed as hot",
+    }
+}
+
 
 @dataclass
 class Row:
@@ -57,6 +70,19 @@ class Row:
         if self.error:
             return self.error
         return f"{self.scalar_loops} scalar loops in a kernel listed as hot" if self.hot and self.scalar_loops else ""
+
+
+    @property
+    def known(self) -> bool:
+        """Whether the row fails as KNOWN_FAILURES says."""
+        part = KNOWN_FAILURES.get(self.compiler, {}).get(self.kernel)
+        return bool(self.failure) and part is not None and part in self.failure
+
+
+def mended(rows: list[Row]) -> list[str]:
+    """Kernels of KNOWN_FAILURES, with their compiler, that were compiled and did not fail once."""
+    kernels = {(row.compiler, row.kernel) for row in rows} - {(row.compiler, row.kernel) for row in rows if row.known}
+    return [f"{kernel} with {name}" for name, listed in KNOWN_FAILURES.items() for kernel in listed if (name, kernel) in kernels]
 
 
 def entries(models: list[str], pattern: str) -> Iterator[tuple[str, int, Any, list[str]]]:
@@ -123,7 +149,7 @@ def check(args: argparse.Namespace) -> list[Row]:
             for (target, compiler), result in results.items():
                 fresh.append(Row(op, spec.name, models, target, compiler, consts, spec.hot))
                 fill(fresh[-1], result, spec)
-            for failure in dict.fromkeys(row.failure for row in fresh if row.failure):
+            for failure in dict.fromkeys(row.failure for row in fresh if row.failure and not row.known):
                 where = ", ".join(f"{row.target} {row.compiler}" for row in fresh if row.failure == failure)
                 print(f"FAIL {op} {spec.name} {consts} [{', '.join(models)}; {where}]\n     {failure}", file=sys.stderr, flush=True)
             rows.extend(fresh)
@@ -145,7 +171,7 @@ def table(rows: list[Row]) -> str:
     for group in folded.values():
         row = group[0]
         memory = [f"{row.planned[m] / 1024:.1f}" if m in row.planned else "-" for m in MEMORIES]
-        status = "ok" if not row.failure else f"FAIL after {row.stage}"
+        status = "ok" if not row.failure else f"known: {row.failure}" if row.known else f"FAIL after {row.stage}"
         body.append([row.kernel + ("*" if row.hot else ""), ",".join(row.models), row.compiler, ",".join(r.target for r in group), row.core,
                      *memory, *(str(getattr(row, n)) for n in loops), f"{sum(r.seconds for r in group):.1f}", status])  # fmt: skip
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
@@ -193,12 +219,15 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps([asdict(row) | {"failure": row.failure} for row in rows], indent=1))
     else:
         print(table(rows) if args.report == "table" else traffic(rows, args.target[-1]))
-    failed = sum(bool(row.failure) for row in rows)
-    summary = f"{len(rows)} compiled, {failed} failed, {time.perf_counter() - start:.0f} s (* = hot: no scalar loop allowed)"
+    failed, known = (sum(bool(row.failure) and row.known == wanted for row in rows) for wanted in (False, True))
+    summary = f"{len(rows)} compiled, {failed} failed, {known} known to fail, {time.perf_counter() - start:.0f} s (* = hot: no scalar loop allowed)"
     print(summary, file=sys.stderr if args.report == "json" else sys.stdout)
     if not rows:
         print("no kernel is registered for Ascend", file=sys.stderr)
-    return 1 if failed or not rows else 0
+    outdated = mended(rows)
+    for name in outdated:
+        print(f"{name} compiles now: take it off KNOWN_FAILURES", file=sys.stderr)
+    return 1 if failed or outdated or not rows else 0
 
 
 if __name__ == "__main__":
