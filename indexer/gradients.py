@@ -23,12 +23,11 @@ PARTIAL_BYTES = 1 << 28  # of the rows of dk that wait for their owners
 
 @triton.jit
 def gradients_of_query(
-    q, k, weights, indices, dscores, span, dq, dk, dweights, r0, local, head, S, S3,
+    q, k, weights, indices, dscores, span, dq, dk, dweights, row, local, h0, S, S3,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
     ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Query r0 + local and its HB heads `head`. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D]."""
-    row = (r0 + local).to(tl.int64)
+    """HB heads of query `row`, the `local`-th of this piece. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D]."""
     batch = row // S
     start = 0
     if TABLE:
@@ -43,6 +42,7 @@ def gradients_of_query(
     peak = tl.max(tl.abs(every), 0)
     shrink = tl.where(peak > 0.0, 1.0 / tl.where(peak > 0.0, peak, 1.0), 0.0)
 
+    head = (h0 + tl.program_id(1)) * HB + tl.arange(0, HB)
     d = tl.arange(0, DP)
     C: tl.constexpr = DP // HALVES
     c = tl.arange(0, C)
@@ -95,10 +95,10 @@ def gradients_kernel(
     ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a query and block of heads."""
-    local = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries hold more slots and go first
-    head = (h0 + tl.program_id(1)) * HB + tl.arange(0, HB)
+    row = (r0 + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # later queries hold more slots and go first
+    local = tl.num_programs(0) - 1 - tl.program_id(0)
     gradients_of_query(
-        q, k, weights, indices, dscores, span, dq, dk, dweights, r0, local, head, S, S3,
+        q, k, weights, indices, dscores, span, dq, dk, dweights, row, local, h0, S, S3,
         H, HB, D, DP, K, P, TABLE, ATOMIC, BS, HALVES, STAGES,
     )  # fmt: skip
 
@@ -109,10 +109,11 @@ def gradients_ascend_kernel(
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
     ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program works through queries, all with the heads of block h0. Partial rows alone: Ascend would add element by element."""
+    """A program works through queries; the grid's second size is 1. Partial rows alone: Ascend would add element by element."""
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        local = tasks - 1 - task
         gradients_of_query(
-            q, k, weights, indices, dscores, span, dq, dk, dweights, r0, tasks - 1 - task, h0 * HB + tl.arange(0, HB), S, S3,
+            q, k, weights, indices, dscores, span, dq, dk, dweights, (r0 + local).to(tl.int64), local, h0, S, S3,
             H, HB, D, DP, K, P, TABLE, ATOMIC, BS, HALVES, STAGES,
         )  # fmt: skip
 
