@@ -27,7 +27,7 @@ def gradients_of_query(
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
     ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """HB heads of query `row`, the `local`-th of this piece. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D]."""
+    """HB heads of query `row`, the `local`-th of a piece. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D]."""
     batch = row // S
     start = 0
     if TABLE:
