@@ -123,3 +123,14 @@ def test_gradients(kernel_device, launched, case):
 def test_gradients_in_bf16(kernel_device, launched, heads, dim):
     case = indexer_cases.IndexerCase("shape", batch=2, seq=5, q_offset=20, heads=heads, head_dim=dim, topk=5)
     check_gradients(case, kernel_device, torch.bfloat16, False)
+
+
+def test_grids_are_as_large_as_the_cores(monkeypatch):
+    """Far below the 65535 programs that an NPU takes at most."""
+    from kernel_runtime import device
+
+    monkeypatch.setattr(device, "device_properties", lambda _: device.DeviceProperties("fake", 48, 24, None))
+    npu = torch.device("cpu")
+    assert device.grid_size(npu, 1 << 20, True) == 24 and device.grid_size(npu, 1 << 20, True, vector=True) == 48
+    assert device.grid_size(npu, 5, True) == 5 and device.grid_size(npu, 1 << 20, False) == 1 << 20
+    assert device.on_npu(npu, None) is False and device.on_npu(npu, True) is True
