@@ -82,7 +82,8 @@ def post_pre_fwd(f, x, post, comb, fn, scale, base, pre_mix, iters, hc_eps, norm
 
 def forward_specs(shape: ModelShape) -> Iterator[Spec]:
     n, d, dtype = shape.hc_mult, shape.hidden, STREAM_DTYPE[shape.dtype]
-    yield project_spec(dtype, mix_columns(n), n * d)
+    for npu in (False, True):
+        yield project_spec(dtype, mix_columns(n), n * d, npu)
     for npu in (False, True):
         for pre_mix in (False, True):
             yield expand_split_spec(dtype, n, d, pre_mix, npu)

@@ -19,7 +19,7 @@ from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.library import mix_columns
-from mhc_ops.project.core import dot_exact, padded, parallelism, store_dp
+from mhc_ops.project.core import dot_exact, hidden_zero, padded, parallelism, store_dp
 from mhc_ops.project.fwd import STREAM_DTYPE, forward_specs
 
 REDUCE_BLOCK = 1024
@@ -97,6 +97,8 @@ def dx_dfn_kernel(
         at_t = row[None, :] * L + c[:, None]
         plane = T.to(tl.int64) * L
         acc = tl.zeros((L, BN), tl.float32)
+        if MODE != "tf32":  # Ascend, or fp32
+            acc += hidden_zero()
         for tb in tl.range(g, tl.cdiv(T, BT), groups, num_stages=STAGES):
             first = tb * BT
             first64 = tl.cast(first, tl.int64)

@@ -160,3 +160,10 @@ def store_dp(dp, pieces, plane, at, value, mask):
     high = value.to(tl.bfloat16)
     tl.store(pieces + at, high, mask=mask)
     tl.store(pieces + plane + at, (value - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def hidden_zero():
+    """0.0 that the compiler does not know: ascendnpu-ir 1.0.0 crashes where the accumulator of a product starts as a constant in front of a
+    loop. No grid has 2^30 programs."""
+    return (tl.program_id(0) >> 30).to(tl.float32)

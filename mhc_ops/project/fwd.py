@@ -20,7 +20,7 @@ from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.library import mix_columns
-from mhc_ops.project.core import dot_exact, padded, parallelism
+from mhc_ops.project.core import dot_exact, hidden_zero, padded, parallelism
 
 BLOCK_TOKENS = 64  # 32 leave wgmma for mma.sync: 140 us instead of 46 at 4096 tokens, D = 4096
 PIECE_LENGTH = 4096
@@ -49,7 +49,7 @@ def split_fn_kernel(fn, pieces, K: tl.constexpr, M: tl.constexpr, C: tl.constexp
 @triton.jit(do_not_specialize=["T", "steps", "split"])
 def project_kernel(
     x, pieces, part, T, steps, split,
-    K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     s = pid % split  # the pieces of one block of tokens run together
@@ -62,6 +62,9 @@ def project_kernel(
     wp = pieces + c[None, :] * K + k[:, None]
     acc = tl.zeros((BT, C), tl.float32)
     gram = tl.zeros((BT, BT), tl.float32)
+    if ASCEND:
+        acc += hidden_zero()
+        gram += hidden_zero()
     for step in tl.range(first, tl.minimum(first + steps, (K + BK - 1) // BK), num_stages=STAGES):
         start = step * BK  # known to be a multiple of 16, so that loads are wide and can be staged
         if K % BK == 0:
@@ -93,7 +96,7 @@ def project_exact_kernel(
     c = tl.arange(0, C)
     k = tl.arange(0, BK)
     first = s * steps
-    acc = tl.zeros((BT, C), tl.float32)
+    acc = tl.zeros((BT, C), tl.float32) + hidden_zero()
     square = tl.zeros((BT, BK), tl.float32)
     for step in range(first, tl.minimum(first + steps, (K + BK - 1) // BK)):
         start = step * BK
@@ -136,13 +139,14 @@ def split_spec(m: int, k: int) -> Spec:
 
 
 @cache
-def project_spec(dtype: torch.dtype, m: int, k: int) -> Spec:
+def project_spec(dtype: torch.dtype, m: int, k: int, npu: bool = False) -> Spec:
     c = part_width(m)
     runtime = {"part": "*fp32", "T": "i32", "steps": "i32", "split": "i32"}
     if dtype == torch.bfloat16:
         # 3 stages of 32 KB (two programs on an H200 multiprocessor) where fn has up to 32 columns
-        consts = {"K": k, "M": m, "C": c, "BT": BLOCK_TOKENS, "BK": 128 if c <= 32 else 64, "STAGES": 3}
-        return Spec(project_kernel, types={"x": "*bf16", "pieces": "*bf16", **runtime}, consts=consts, hot=True)
+        consts = {"K": k, "M": m, "C": c, "BT": BLOCK_TOKENS, "BK": 128 if c <= 32 else 64, "STAGES": 3, "ASCEND": npu}
+        targets = ("ascend",) if npu else ("cuda", "hip")
+        return Spec(project_kernel, types={"x": "*bf16", "pieces": "*bf16", **runtime}, consts=consts, hot=True, targets=targets)
     consts = {"K": k, "M": m, "C": c, "BT": 32, "BK": 32}
     return Spec(project_exact_kernel, types={"x": f"*{TRITON_DTYPE[dtype]}", "fn": "*fp32", **runtime}, consts=consts, num_stages=2, hot=True)
 
@@ -182,7 +186,7 @@ def project_partials(x: torch.Tensor, fn: torch.Tensor, pieces: torch.Tensor | N
         pieces = fn_pieces(fn, x.dtype)
         if pieces is not fn:
             split_spec(m, k).launch((split_tiles(m, k),), fn, pieces)
-    spec = project_spec(x.dtype, m, k)
+    spec = project_spec(x.dtype, m, k, x.device.type == "npu")
     block = spec.consts["BT"]
     length, split = split_plan(tokens, k, block, spec.consts["BK"], 2 * parallelism(x.device))
     part = torch.empty((split, tokens, part_width(m)), dtype=torch.float32, device=x.device)
@@ -206,7 +210,8 @@ def project_fwd(x: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> tuple[tor
 def partial_specs(dtype: torch.dtype, m: int, k: int) -> Iterator[Spec]:
     if dtype == torch.bfloat16:
         yield split_spec(m, k)
-    yield project_spec(dtype, m, k)
+    for npu in (False, True):
+        yield project_spec(dtype, m, k, npu)
 
 
 STREAM_DTYPE = {name: dtype for dtype, name in TRITON_DTYPE.items()}
