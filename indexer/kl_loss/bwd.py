@@ -19,11 +19,12 @@ from kernel_runtime.registry import ModelShape
 BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["n"])
-def scale_kernel(x, scale, out, n, B: tl.constexpr):
+@triton.jit(do_not_specialize=["tail"])
+def scale_kernel(x, scale, out, tail, B: tl.constexpr):
+    """One block of B elements a program; the last has `tail`. (A number of all elements would be a 32- or a 64-bit argument by its value.)"""
     first = tl.program_id(0).to(tl.int64) * B
     place = tl.arange(0, B)  # from here on 32 bits
-    on = place < tl.minimum(n - first, B).to(tl.int32)
+    on = place < tl.where(tl.program_id(0) == tl.num_programs(0) - 1, tail, B)
     value = tl.load(x + first + place, mask=on, other=0.0).to(tl.float32) * tl.load(scale)
     tl.store(out + first + place, value.to(out.dtype.element_ty), mask=on)
 
@@ -32,7 +33,7 @@ def scale_kernel(x, scale, out, n, B: tl.constexpr):
 def scale_spec(dtype: torch.dtype, out_dtype: torch.dtype) -> Spec:
     return Spec(
         scale_kernel,
-        types={"x": f"*{TRITON_DTYPE[dtype]}", "scale": "*fp32", "out": f"*{TRITON_DTYPE[out_dtype]}", "n": "i64"},
+        types={"x": f"*{TRITON_DTYPE[dtype]}", "scale": "*fp32", "out": f"*{TRITON_DTYPE[out_dtype]}", "tail": "i32"},
         consts={"B": BLOCK},
     )
 
@@ -43,8 +44,9 @@ def indexer_kl_loss_bwd(
     results = []
     for grad, dtype in zip((dq_index, dk_index, dweights), (dq_index.dtype, dq_index.dtype, weights_dtype)):
         out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
-        if grad.numel():
-            scale_spec(grad.dtype, dtype).launch((triton.cdiv(grad.numel(), BLOCK),), grad.contiguous(), scale, out, grad.numel())
+        if blocks := triton.cdiv(grad.numel(), BLOCK):
+            tail = grad.numel() - (blocks - 1) * BLOCK
+            scale_spec(grad.dtype, dtype).launch((blocks,), grad.contiguous(), scale, out, tail)
         results.append(out)
     return tuple(results)
 
