@@ -78,7 +78,7 @@ def _devices() -> list[str]:
 
     if not torch.accelerator.is_available():
         return ["none: CPU"]
-    kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+    kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]  # None only where is_available() is False
     module = torch.get_device_module(kind)
     lines = []
     for index in range(torch.accelerator.device_count()):

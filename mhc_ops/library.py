@@ -54,7 +54,7 @@ def check_coefficient(
 def check_eps(op: str, name: str, value: object) -> None:
     """TypeError unless `value` is a number, ValueError if it is negative or not finite."""
     check_number(op, name, value)
-    if value < 0:  # type: ignore[operator]
+    if value < 0:  # type: ignore[operator]  # a number: check_number has seen to it
         raise ValueError(f"{op}: {name} must be at least 0, got {value}")
 
 

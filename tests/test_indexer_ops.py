@@ -246,7 +246,10 @@ def test_loss_opcheck(case, dtype, form):
 def test_loss_gradcheck_and_double_backward():
     indices, options = kl_options(BSND, "marginal", torch.float64)
     inputs = [x.requires_grad_() for x in index_inputs(BSND, torch.float64, ties=False)]
-    fn = lambda *x: indexer_kl_loss(*x, indices, **options, reduction="mean")  # noqa: E731
+
+    def fn(*x):
+        return indexer_kl_loss(*x, indices, **options, reduction="mean")
+
     assert torch.autograd.gradcheck(fn, inputs, fast_mode=True)
     (grad,) = torch.autograd.grad(fn(*inputs).square(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -4,6 +4,7 @@ In the interpreter shapes are tiny; a GPU runs every D, N and token count of the
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def run(name, inputs, impl, stored=None, **options):
     """
     dtype = next(iter(inputs.values())).dtype
     if impl != "fp64":
-        function = lambda **t: getattr(mhc_ops, name)(**t, **options, impl=impl)  # noqa: E731
+        function = partial(getattr(mhc_ops, name), **options, impl=impl)
     elif name == "hc_post_pre":
 
         def function(f, x, post, comb, **site):
@@ -43,7 +44,7 @@ def run(name, inputs, impl, stored=None, **options):
             return streams, *reference.hc_pre(rounded, **site, **options)
 
     else:
-        function = lambda **t: getattr(reference, name)(**t, **options)  # noqa: E731
+        function = partial(getattr(reference, name), **options)
     leaves = {k: (v.double() if impl == "fp64" else v.detach()).clone().requires_grad_() for k, v in inputs.items()}
     outputs = as_tuple(function(**leaves))
     generator = torch.Generator().manual_seed(7)

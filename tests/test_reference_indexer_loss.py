@@ -75,7 +75,7 @@ def loop_loss(case, kwargs, target):
         blocks = list(range(keys)) if indices is None else indices[row].tolist()
         z = None
         if teacher is None:
-            z = lambda s, row=row, of_keys=of_keys: case.attn_dim**-0.5 * (q[row] @ cmp_kv[of_keys][s])  # noqa: E731
+            z = lambda s, row=row, of_keys=of_keys: case.attn_dim**-0.5 * (q[row] @ cmp_kv[of_keys][s])  # noqa: E731  (the formula, in one line)
         loss, d_scores, valid = loop_row(
             q_index[row], k, weights[row], blocks, count, target=target, z=z,
             teacher=None if teacher is None else teacher[row], lse=None if lse is None else lse[row],
