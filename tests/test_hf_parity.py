@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from train_example.hf_map import config_from_hf, from_hf, load_hf, port, to_hf
+from train_example.hf_config import config_from_hf
+from train_example.hf_map import from_hf, load_hf, port, to_hf
 from train_example.model import DeepSeekV4
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle, a dependency of the tests alone")

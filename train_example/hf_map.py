@@ -1,6 +1,11 @@
-"""Names and sizes of `transformers`' DeepseekV4 model against this one's, both ways.
+"""Names of tensors against `transformers`' DeepseekV4 model and against checkpoint files.
 
-The tensors have the same shapes on both sides, so a map of names is all there is; it serves weights, buffers and gradients alike.
+    ours               layers.0.attn.q_a.weight                   moe.experts.w_gate_up [E, 2I, D]
+    module             model.layers.0.self_attn.q_a_proj.weight   mlp.experts.gate_up_proj [E, 2I, D]     transformers, in memory
+    published          layers.0.attn.wq_a.weight                  ffn.experts.3.w1.weight, .w3 [I, D]     files of the published models
+    as transformers    model.layers.0.attn.wq_a.weight            ffn.experts.3.w1.weight, .w3 [I, D]     files of its save_pretrained
+
+Tensors have the same shapes everywhere, but that files keep each expert apart. The map serves weights, buffers and gradients alike.
 `transformers` itself is not imported: the functions take its objects.
 """
 
@@ -13,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train_example.config import ModelConfig
+from train_example.hf_config import config_from_hf
 from train_example.model import DeepSeekV4
 
 _TOP = {
@@ -60,6 +65,51 @@ for _ours, _theirs in (("attn.compressor.", "self_attn.compressor."), ("attn.ind
     _LAYER[_ours + "norm.weight"] = _theirs + "kv_norm.weight"
     _LAYER[_ours + "pool.position_bias"] = _theirs + "position_bias"
 
+# in files: "layers.{i}." on both sides, and "mtp.0.layer." here for "mtp.0." there
+_FILE_TOP = {
+    "embed.weight": "embed.weight",
+    "norm.weight": "norm.weight",
+    "head.weight": "head.weight",
+    "hc_head.fn": "hc_head_fn",
+    "hc_head.base": "hc_head_base",
+    "hc_head.scale": "hc_head_scale",
+}
+_FILE_MTP = {
+    "embed_norm.weight": "enorm.weight",
+    "embed_proj.weight": "e_proj.weight",
+    "stream_norm.weight": "hnorm.weight",
+    "stream_proj.weight": "h_proj.weight",
+    "norm.weight": "norm.weight",
+    **{f"hc_head.{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")},
+}
+_FILE_LAYER = {
+    **{f"attn_hc.{part}": f"hc_attn_{part}" for part in ("fn", "base", "scale")},
+    **{f"moe_hc.{part}": f"hc_ffn_{part}" for part in ("fn", "base", "scale")},
+    "attn_norm.weight": "attn_norm.weight",
+    "moe_norm.weight": "ffn_norm.weight",
+    "attn.q_a.weight": "attn.wq_a.weight",
+    "attn.q_norm.weight": "attn.q_norm.weight",
+    "attn.q_b.weight": "attn.wq_b.weight",
+    "attn.kv.weight": "attn.wkv.weight",
+    "attn.kv_norm.weight": "attn.kv_norm.weight",
+    "attn.o_a.weight": "attn.wo_a.weight",
+    "attn.o_b.weight": "attn.wo_b.weight",
+    "attn.core.sinks": "attn.attn_sink",
+    "attn.indexer.q_b.weight": "attn.indexer.wq_b.weight",
+    "attn.indexer.weights.weight": "attn.indexer.weights_proj.weight",
+    "moe.router.weight": "ffn.gate.weight",
+    "moe.router.e_score_correction_bias": "ffn.gate.bias",
+    "moe.router.tid2eid": "ffn.gate.tid2eid",
+    "moe.shared.gate.weight": "ffn.shared_experts.w1.weight",
+    "moe.shared.up.weight": "ffn.shared_experts.w3.weight",
+    "moe.shared.down.weight": "ffn.shared_experts.w2.weight",
+}
+for _site in ("attn.compressor.", "attn.indexer.compressor."):
+    _FILE_LAYER[_site + "kv.weight"] = _site + "wkv.weight"
+    _FILE_LAYER[_site + "gate.weight"] = _site + "wgate.weight"
+    _FILE_LAYER[_site + "norm.weight"] = _site + "norm.weight"
+    _FILE_LAYER[_site + "pool.position_bias"] = _site + "ape"
+
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -89,74 +139,36 @@ def to_hf(named_tensors: Named) -> dict[str, Tensor]:
     return _translate(named_tensors, _TOP, _LAYER, "layers.", "model.layers.")
 
 
-def config_from_hf(hf_config: Any, **changes: Any) -> ModelConfig:
-    """ModelConfig of a DeepseekV4Config; `changes` are fields of ModelConfig to set otherwise. What has no counterpart is a ValueError."""
-    fixed = {
-        "num_key_value_heads": 1,
-        "n_shared_experts": 1,
-        "scoring_func": "sqrtsoftplus",
-        "norm_topk_prob": True,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-    }
-    for name, wanted in fixed.items():
-        if getattr(hf_config, name) != wanted:
-            raise ValueError(f"config.{name} must be {wanted!r} for this model, got {getattr(hf_config, name)!r}")
-    csa, hca = hf_config.compress_rates["compressed_sparse_attention"], hf_config.compress_rates["heavily_compressed_attention"]
-    if min(csa, hca) < 2 or csa == hca:
-        raise ValueError(
-            f"config.compress_rates must be two different numbers above 1 (a layer's kind follows from its ratio), got {csa}, {hca}"
-        )
-    ratio_of = {"sliding_attention": 0, "compressed_sparse_attention": csa, "heavily_compressed_attention": hca}
-    hashed = [kind == "hash_moe" for kind in hf_config.mlp_layer_types]
-    if sorted(hashed, reverse=True) != hashed:
-        raise ValueError("config.mlp_layer_types must have its hash_moe layers first")
-    window_rope, rope = hf_config.rope_parameters["main"], hf_config.rope_parameters["compress"]
-    if window_rope["rope_type"] != "default" or rope["rope_type"] not in ("default", "yarn"):
-        raise ValueError(f"config.rope_parameters must be default (main) and default or yarn (compress), got {hf_config.rope_parameters}")
-    if rope.get("attention_factor", 1.0) != 1.0:
-        raise ValueError(f"config.rope_parameters: attention_factor must be 1, got {rope['attention_factor']}")
-    sizes: dict[str, Any] = {
-        "vocab_size": hf_config.vocab_size,
-        "hidden_size": hf_config.hidden_size,
-        "num_layers": hf_config.num_hidden_layers,
-        "num_heads": hf_config.num_attention_heads,
-        "head_dim": hf_config.head_dim,
-        "rope_head_dim": hf_config.qk_rope_head_dim,
-        "q_lora_rank": hf_config.q_lora_rank,
-        "o_groups": hf_config.o_groups,
-        "o_lora_rank": hf_config.o_lora_rank,
-        "window": hf_config.sliding_window,
-        "compress_ratios": tuple(ratio_of[kind] for kind in hf_config.layer_types),
-        "csa_ratio": csa,
-        "index_heads": hf_config.index_n_heads,
-        "index_head_dim": hf_config.index_head_dim,
-        "index_topk": hf_config.index_topk,
-        "rope_theta": window_rope["rope_theta"],
-        "compress_rope_theta": rope["rope_theta"],
-        "yarn_factor": 1.0,
-        "hc_mult": hf_config.hc_mult,
-        "hc_iters": hf_config.hc_sinkhorn_iters,
-        "hc_eps": hf_config.hc_eps,
-        "norm_eps": hf_config.rms_norm_eps,
-        "num_experts": hf_config.n_routed_experts,
-        "experts_per_token": hf_config.num_experts_per_tok,
-        "expert_dim": hf_config.moe_intermediate_size,
-        "num_hash_layers": sum(hashed),
-        "routed_scale": hf_config.routed_scaling_factor,
-        "swiglu_limit": hf_config.swiglu_limit,
-        "mtp_layers": hf_config.num_nextn_predict_layers,
-        "init_std": hf_config.initializer_range,
-    }
-    if rope["rope_type"] == "yarn":
-        sizes["yarn_factor"] = float(rope["factor"])
-        sizes["yarn_original_length"] = rope["original_max_position_embeddings"]
-        sizes["yarn_beta_fast"] = float(rope.get("beta_fast") or 32.0)
-        sizes["yarn_beta_slow"] = float(rope.get("beta_slow") or 1.0)
-    return ModelConfig(**{**sizes, **changes})
+Region = tuple[tuple[int, int], ...]  # start and end along the first dimensions; the others are whole
+Layout = list[tuple[str, Region]]  # tensors of a file, and the part of ours that each of them is
+
+
+def file_layouts(name: str, shape: torch.Size | tuple[int, ...]) -> list[Layout]:
+    """How files may hold our tensor `name` of `shape`: as published (what is written), as save_pretrained does, under module names."""
+    experts = re.fullmatch(r"(layers\.\d+|mtp\.0)\.(?:layer\.)?moe\.experts\.(w_gate_up|w_down)", name)
+    if experts:
+        prefix, halves = f"{experts[1]}.ffn.experts", ("w1", "w3") if experts[2] == "w_gate_up" else ("w2",)
+        rows = shape[1] // len(halves)
+        parts = [(f"{e}.{half}.weight", ((e, e + 1), (i * rows, (i + 1) * rows))) for e in range(shape[0]) for i, half in enumerate(halves)]
+        layouts: list[Layout] = [[(f"{start}{prefix}.{part}", region) for part, region in parts] for start in ("", "model.")]
+    else:
+        whole = ((0, shape[0]),)
+        layouts = [[(file_name, whole)] for file_name in _file_names(name)]
+    if not name.startswith("mtp."):
+        layouts.append([(next(iter(to_hf({name: torch.empty(0)}))), ((0, shape[0]),))])
+    return layouts
+
+
+def _file_names(name: str) -> tuple[str, ...]:
+    match = re.fullmatch(r"(layers\.\d+|mtp\.0)\.(.+)", name)
+    if not match:
+        return _FILE_TOP[name], "model." + _FILE_TOP[name]
+    prefix, rest = match[1], match[2]
+    if prefix == "mtp.0" and rest in _FILE_MTP:
+        return (f"mtp.0.{_FILE_MTP[rest]}",)
+    published = _FILE_LAYER[rest.removeprefix("layer.") if prefix == "mtp.0" else rest]
+    # save_pretrained writes the norm of keys and values under a name that is short of "kv_"
+    return f"{prefix}.{published}", f"model.{prefix}.{published.replace('attn.kv_norm.', 'attn.norm.')}"
 
 
 def load_hf(model: DeepSeekV4, named_tensors: Named) -> None:
