@@ -27,8 +27,9 @@ def inputs(tokens: int, seed: int, dtype=torch.float64):
 def loop_experts(w):
     """Applies w[e] to its rows, and uses every expert's weights even where it has no rows."""
 
-    def run(rows, counts):
-        parts = rows.split(counts.tolist())
+    def run(rows, counts, sizes):
+        assert counts.tolist() == sizes
+        parts = rows.split(sizes)
         return torch.cat([torch.tanh(part @ w[e]) for e, part in enumerate(parts)])
 
     return run
@@ -57,7 +58,7 @@ def test_combine_sums_in_float32():
     """bf16 rows 256 and 1 with weight 1: a bf16 running sum would lose the 1s, the float32 sum keeps them (256 + 1 + 1 = 258)."""
     x = torch.tensor([[1.0] * D], dtype=torch.bfloat16)
     scale = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)
-    y, _ = dispatch_experts(x, torch.tensor([[0, 1, 2]]), torch.ones(1, 3), lambda rows, counts: rows * scale[:, None], 3, None)
+    y, _ = dispatch_experts(x, torch.tensor([[0, 1, 2]]), torch.ones(1, 3), lambda rows, counts, sizes: rows * scale[:, None], 3, None)
     assert y.dtype == torch.bfloat16
     assert y[0, 0].item() == 258.0
 
@@ -95,7 +96,7 @@ def _all_two_process_cases(rank, world):
     group = dist.new_group(list(range(world)))
     x = torch.ones(2, D, requires_grad=True)
 
-    def experts(rows, counts):
+    def experts(rows, counts, sizes):
         return rows * 3 if len(rows) else torch.zeros(0, D)
 
     y, _ = dispatch_experts(x, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, K), experts, E, group)  # all of it on rank 0
@@ -125,12 +126,12 @@ def test_two_processes_equal_dense_loop():
         (lambda a: a.update(x=a["x"][None]), ValueError, r"x must be \[T, D\]"),
         (lambda a: a.update(ids=a["ids"] + 1), ValueError, r"expert_ids must lie in \[0, 4\)"),
         (lambda a: a.update(ids=a["ids"] - 1), ValueError, r"expert_ids must lie in \[0, 4\)"),
-        (lambda a: a.update(experts=lambda rows, counts: rows[:1]), ValueError, "experts returned shape"),
+        (lambda a: a.update(experts=lambda rows, counts, sizes: rows[:1]), ValueError, "experts returned shape"),
     ],
 )
 def test_bad_arguments_are_named(change, error, match):
     ids = torch.tensor([[0, 1], [2, 3], [3, 0]])
-    args = {"x": torch.ones(3, D), "ids": ids, "weights": torch.ones(3, K), "experts": lambda rows, counts: rows}
+    args = {"x": torch.ones(3, D), "ids": ids, "weights": torch.ones(3, K), "experts": lambda rows, counts, sizes: rows}
     change(args)
     with pytest.raises(error, match=match):
         dispatch_experts(args["x"], args["ids"], args["weights"], args["experts"], E, None)

@@ -9,15 +9,74 @@ L = E / P experts of one rank, M rows (token, expert) that land on this rank.
 
 Every reordering is a permutation whose backward is the inverse permutation, so gradients never need a scatter-add: the result is
 deterministic on every device.
+
+Counts cross the ranks once and reach the host once. The backward pass exchanges rows alone, and so does a second forward pass of a
+layer that is recomputed: it reads what the first one left on its RoutingTape.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ExpertsFn = Callable[[Tensor, Tensor], Tensor]
+ExpertsFn = Callable[[Tensor, Tensor, list[int]], Tensor]
+
+
+class Routing(NamedTuple):
+    """Who sends how much: rows to each rank and from each rank, and rows from each rank for each local expert [P, L], here and on the host."""
+
+    send_splits: list[int]
+    recv_splits: list[int]
+    recv: Tensor
+    host_recv: list[list[int]]
+
+    def expert_sizes(self) -> list[int]:
+        """Rows of each local expert."""
+        return [sum(column) for column in zip(*self.host_recv)]
+
+
+class RoutingTape:
+    """The routings of one forward pass of a layer that is recomputed, read back by the second pass in the same order."""
+
+    def __init__(self) -> None:
+        self._routings: list[Routing] = []
+        self._unread: Iterator[Routing] | None = None
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        self._routings, self._unread = [], None
+        with self._current():
+            yield
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        self._unread = iter(self._routings)
+        with self._current():
+            yield
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        token = _TAPE.set(self)
+        try:
+            yield
+        finally:
+            _TAPE.reset(token)
+
+    def routing(self, make: Callable[[], Routing]) -> Routing:
+        if self._unread is not None:
+            return next(self._unread)
+        self._routings.append(make())
+        return self._routings[-1]
+
+
+_TAPE: ContextVar[RoutingTape | None] = ContextVar("routing_tape", default=None)
 
 
 class _AllToAllRows(torch.autograd.Function):
@@ -77,6 +136,18 @@ def _inverse(order: Tensor) -> Tensor:
     return inverse
 
 
+def _exchange_counts(counts: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Routing:
+    """counts [E]: this rank's rows for every expert. One small all-to-all, and one host sync."""
+    send = counts.view(ranks, -1)
+    if ranks == 1:
+        host = send.tolist()
+        return Routing([sum(host[0])], [sum(host[0])], send, host)
+    recv = torch.empty_like(send)
+    dist.all_to_all_single(recv, send.contiguous(), group=group)
+    host_send, host_recv = torch.stack((send, recv)).tolist()
+    return Routing([sum(row) for row in host_send], [sum(row) for row in host_recv], recv, host_recv)
+
+
 def _check(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, ranks: int) -> None:
     if x.dim() != 2:
         raise ValueError(f"x must be [T, D], got shape {tuple(x.shape)}")
@@ -102,8 +173,9 @@ def dispatch_experts(
         x: [T, D] tokens of this rank; T may differ from rank to rank and may be 0.
         expert_ids: [T, k] int64 in [0, num_experts).
         weights: [T, k] float32 routing weights.
-        experts: called as experts(x_sorted [M, D], counts [L] int64) -> [M, D]; rows are grouped by local expert in ascending order,
-            counts[i] rows for local expert i; called with M = 0 too, so that its weights get a gradient (of zeros) on every rank.
+        experts: called as experts(x_sorted [M, D], counts [L] int64, sizes) -> [M, D]; rows are grouped by local expert in ascending
+            order, counts[i] rows for local expert i; sizes is counts as a list of ints, so that nobody needs another host sync; called
+            with M = 0 too, so that its weights get a gradient (of zeros) on every rank.
         num_experts: E, over all ranks; rank r holds experts r * L ... (r + 1) * L - 1.
         group: the expert-parallel process group, or None for one process.
 
@@ -124,13 +196,10 @@ def dispatch_experts(
     edges = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device))
     counts = edges.diff()
 
-    send = counts.view(ranks, local_experts)
-    recv = send
-    if ranks > 1:
-        recv = torch.empty_like(send)
-        dist.all_to_all_single(recv, send.contiguous(), group=group)
-    # the one host sync of a layer: rows to each rank, rows from each rank
-    send_splits, recv_splits = torch.stack((send.sum(1), recv.sum(1))).tolist()
+    tape = _TAPE.get()
+    exchange = functools.partial(_exchange_counts, counts, ranks, group)
+    routing = exchange() if tape is None else tape.routing(exchange)
+    send_splits, recv_splits, recv = routing.send_splits, routing.recv_splits, routing.recv
     if sum(send_splits) != expert_ids.numel():
         outside = expert_ids.numel() - sum(send_splits)
         raise ValueError(f"expert_ids must lie in [0, {num_experts}): {outside} of {expert_ids.numel()} do not")
@@ -144,7 +213,7 @@ def dispatch_experts(
         ungroup = _inverse(regroup)
         rows = _PermuteRows.apply(rows, regroup, ungroup)
 
-    out = experts(rows, recv.sum(0))
+    out = experts(rows, recv.sum(0), routing.expert_sizes())
     if out.shape != rows.shape:
         raise ValueError(f"experts returned shape {tuple(out.shape)}, want {tuple(rows.shape)}")
     if rows.shape[0] == 0:

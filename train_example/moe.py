@@ -119,20 +119,38 @@ class Experts(nn.Module):
         nn.init.normal_(self.w_gate_up, std=std)
         nn.init.normal_(self.w_down, std=std)
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [M, D], rows of local expert 0 first, counts [L] int64 rows of each -> [M, D] in the same order.
+    def forward(self, x: Tensor, counts: Tensor, sizes: list[int]) -> Tensor:
+        """x [M, D], rows of local expert 0 first; counts [L] int64, rows of each, and the same as a list -> [M, D] in the same order.
 
         An expert with no row still takes part, so its gradient is zero and not missing.
         """
         gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w_gate_up, self.w_down))
-        if counts.shape[0] != gate_up.shape[0]:
+        if not len(sizes) == counts.shape[0] == gate_up.shape[0]:
             raise ValueError(f"counts has {counts.shape[0]} entries, want one for each of the {gate_up.shape[0]} experts held here")
-        out = []
-        # unbind has one backward for all experts; indexing would make a gradient of the whole stack for each.
-        for rows, w_in, w_out in zip(x.split(counts.tolist()), gate_up.unbind(), down.unbind()):
-            gate, up = F.linear(rows, w_in).chunk(2, -1)
-            out.append(F.linear(swiglu(gate, up, self.limit), w_out))
-        return torch.cat(out)
+        experts = _grouped if fits_grouped_mm(x, gate_up, down) else _one_by_one
+        return experts(x, gate_up, down, counts, sizes, self.limit)
+
+
+def fits_grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Whether `torch.nn.functional.grouped_mm` takes these: bf16 on a CUDA device, rows that start at multiples of 16 bytes, and some row."""
+    bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, gate_up, down))
+    return x.is_cuda and bf16 and x.shape[0] > 0 and gate_up.shape[2] % 8 == 0 and down.shape[2] % 8 == 0
+
+
+def _grouped(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, sizes: list[int], limit: float) -> Tensor:
+    """All experts in two grouped products. The last offset is M: grouped_mm leaves rows behind it unwritten."""
+    ends = counts.cumsum(0).to(torch.int32)
+    gate, up = F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+    return F.grouped_mm(swiglu(gate, up, limit), down.transpose(1, 2), offs=ends)
+
+
+def _one_by_one(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, sizes: list[int], limit: float) -> Tensor:
+    out = []
+    # unbind has one backward for all experts; indexing would make a gradient of the whole stack for each.
+    for rows, w_in, w_out in zip(x.split(sizes), gate_up.unbind(), down.unbind()):
+        gate, up = F.linear(rows, w_in).chunk(2, -1)
+        out.append(F.linear(swiglu(gate, up, limit), w_out))
+    return torch.cat(out)
 
 
 class SharedExpert(nn.Module):

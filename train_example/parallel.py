@@ -10,7 +10,9 @@ Every parameter is thus sharded over all W ranks, exactly once. The rules that k
   is the gradient of the global mean. FSDP's default division (by the size of its own mesh) would leave expert gradients ep times too
   large.
 - `ep` has a process group of its own. By default a mesh axis as large as the world shares the WORLD group with FSDP, and the experts'
-  all-to-all would queue behind FSDP's all-gathers.
+  all-to-all would queue behind FSDP's all-gathers. (`--ep-group shared` has it so, for a trace that shows the difference.)
+- A layer asks for the next layers' weights before it runs (`prefetch_layers`): a MoE waits for its counts on the host, so the host is
+  never ahead by more than a part of a layer, and all-gathers that are asked for when a layer begins would lie bare.
 - The fp32 islands are FSDP units of their own with an fp32 policy, so that a bf16 policy on the layers does not cast them. No unit casts
   its inputs: a layer also gets the fp32 rope tables, and the model casts where it means to.
 """
@@ -31,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from train_example.dispatch import RoutingTape
 from train_example.run_config import MHC_RECOMPUTE, ConfigError
 
 T = TypeVar("T")
@@ -83,13 +86,14 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def init_parallel(device: torch.device, ep: int, timeout_s: float) -> Parallel:
+def init_parallel(device: torch.device, ep: int, timeout_s: float, own_ep_group: bool = True) -> Parallel:
     """Join the process group (the launcher's, or one of a single process) and build the meshes.
 
     Args:
         device: of this process; decides the backend (gloo, NCCL, HCCL).
         ep: expert-parallel size; must divide the number of processes. -1 = all of them.
         timeout_s: seconds a collective may take before the process gives up; see `set_timeouts`.
+        own_ep_group: False leaves the ep axis whatever group the mesh has for it, which may be FSDP's.
     """
     backend, timeout = BACKENDS[device.type], datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
@@ -102,9 +106,11 @@ def init_parallel(device: torch.device, ep: int, timeout_s: float) -> Parallel:
     if ep < 1 or world % ep:
         raise ConfigError(f"ep = {ep} does not divide the {world} processes; expert parallelism needs processes = efsdp * ep")
     fsdp = init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
-    sparse = init_device_mesh(device.type, (world // ep, ep), mesh_dim_names=("efsdp", "ep"), backend_override={"ep": backend})
+    override = {"backend_override": {"ep": backend}} if own_ep_group else {}
+    sparse = init_device_mesh(device.type, (world // ep, ep), mesh_dim_names=("efsdp", "ep"), **override)
     parallel = Parallel(device, dist.get_rank(), world, fsdp, sparse)
-    check_groups_differ(parallel)
+    if own_ep_group:
+        check_groups_differ(parallel)
     return parallel
 
 
@@ -159,7 +165,9 @@ def together(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # None only where T is None
 
 
-def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, param_dtype: torch.dtype, recompute: str = "none") -> None:
+def parallelize(
+    model: nn.Module, islands: list[nn.Module], parallel: Parallel, param_dtype: torch.dtype, recompute: str = "none", prefetch: int = 1
+) -> None:
     """Shard `model` in place: experts over (efsdp, ep), then the fp32 islands, then each layer, then the root.
 
     Args:
@@ -167,6 +175,7 @@ def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, 
         islands: modules whose parameters stay fp32 in the forward pass whatever `param_dtype` is.
         param_dtype: of the parameters in the forward pass; master weights and the gradient reduction stay fp32.
         recompute: "layer" to recompute each layer's activations in the backward pass; the model itself sees to "mhc" and "cross-layer".
+        prefetch: see `prefetch_layers`.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -181,7 +190,7 @@ def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, 
         fully_shard(moe.experts, mesh=efsdp, mp_policy=policy, shard_placement_fn=expert_shard)
     # FSDP warns of a view that a unit returns, for one could write into it in place; the model writes nowhere in place
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-    left = list(islands)
+    left, layers = list(islands), []
     for unit in (*layer_modules(model), model):
         inside = set(unit.modules())
         # the islands of a layer make one unit: a unit each would be a dozen tiny all-gathers a layer
@@ -191,7 +200,25 @@ def parallelize(model: nn.Module, islands: list[nn.Module], parallel: Parallel, 
         if recompute == "layer" and unit is not model:
             recompute_in_backward(unit)
         fully_shard(unit, mesh=parallel.fsdp, mp_policy=policy)
+        if unit is not model:
+            # in the order of use: mHC is the first thing in a layer and the experts are the last
+            layers.append([*mine[:1], unit, *(moe.experts for moe in moe_modules(unit))])
     sum_gradients(model)
+    if prefetch:
+        prefetch_layers(model, layers, prefetch)
+
+
+def prefetch_layers(model: nn.Module, layers: list[list[nn.Module]], depth: int) -> None:
+    """All-gathers of the next `depth` layers are issued as soon as a layer has its own weights, in forward and backward.
+
+    layers: of each layer the FSDP units, in the order of use; the one that holds the others is the second.
+    """
+    owners = [model, *(units[1] for units in layers)]
+    for i, owner in enumerate(owners):
+        owner.set_modules_to_forward_prefetch([unit for units in layers[i : i + depth] for unit in units])
+    for i, units in enumerate(layers):
+        # the last to be used is the first to be needed
+        units[1].set_modules_to_backward_prefetch([unit for before in layers[max(0, i - depth) : i][::-1] for unit in before[::-1]])
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:
@@ -228,11 +255,18 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def recompute_in_backward(layer: nn.Module) -> None:
-    """Keep only the layer's inputs and run its forward again in the backward pass. Names in the state dict do not change."""
+    """Keep only the layer's inputs and run its forward again in the backward pass. Names in the state dict do not change.
+
+    The second forward knows the routing of the first: it exchanges no counts and waits for nothing on the host.
+    """
     inner = layer.forward
 
+    def contexts():
+        tape = RoutingTape()
+        return tape.record(), tape.replay()
+
     def forward(*args, **kwargs):
-        return torch.utils.checkpoint.checkpoint(inner, *args, use_reentrant=False, **kwargs)
+        return torch.utils.checkpoint.checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     layer.forward = forward
 

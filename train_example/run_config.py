@@ -61,6 +61,8 @@ class RunConfig:
 
     device: str = _setting("auto", "auto = the accelerator torch finds, else the CPU", ("auto", "cpu", "cuda", "npu"))
     ep: int = _setting(-1, "processes that share a layer's experts; must divide processes and experts; -1 = all of them")
+    ep_group: str = _setting("own", "process group of the experts' all-to-all; shared = FSDP's, only to compare traces", ("own", "shared"))
+    prefetch: int = _setting(1, "layers whose weights are gathered ahead of the layer that runs; 0 = as FSDP does on its own")
     tp: int = _setting(1, "tensor parallelism: not supported, must stay 1")
     pp: int = _setting(1, "pipeline parallelism: not supported, must stay 1")
     dtype: str = _setting("fp32", "of the forward's parameters; master weights, gradient sums and islands are fp32", ("fp32", "bf16"))
@@ -80,6 +82,7 @@ class RunConfig:
     keep: int = _setting(2, "checkpoints to keep, the newest ones; -1 = all")
     resume: str = _setting("", "checkpoint folder to go on from; 'latest' = the newest of this run; empty = start afresh")
     log_every: int = _setting(10, "steps between printed lines (metrics.jsonl has every step)")
+    nudge: int = _setting(0, "units in the last place added to one initial weight: how far rounding alone carries two runs apart, see compare")
     profile: str = _setting("", "START:END, steps to trace with torch.profiler, START included and END not; empty = none")
     startup_timeout: float = _setting(1800.0, "seconds a collective may take until the first step is done (kernels compile)")
     step_timeout: float = _setting(300.0, "seconds a collective may take after that")
@@ -101,7 +104,7 @@ class RunConfig:
             raise ConfigError("overwrite would delete the run that resume = latest is to go on with; leave one of them out")
         for name in ("seq_len", "batch", "accumulate", "steps", "log_every", "lr", "startup_timeout", "step_timeout", "adam_eps"):
             self._need(getattr(self, name) > 0, name, "a number above 0")
-        for name in ("warmup_steps", "weight_decay", "min_lr", "balance", "seed"):
+        for name in ("warmup_steps", "weight_decay", "min_lr", "balance", "seed", "prefetch"):
             self._need(getattr(self, name) >= 0, name, "0 or more")
         for name in ("beta1", "beta2"):
             self._need(0 <= getattr(self, name) < 1, name, "in [0, 1)")

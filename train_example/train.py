@@ -41,6 +41,7 @@ from train_example.parallel import (
 )
 from train_example.run_config import MHC_RECOMPUTE, ConfigError, RunConfig, parse
 from train_example.step import evaluate, train_step
+from train_example.trace import STEP, annotate_parts
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRODUCTS = ("config.json", "environment.json", "train.log", "metrics.jsonl", "curves.png", "text", "checkpoints", "traces")
@@ -72,6 +73,7 @@ def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.
     if fill and parallel.rank == 0:
         torch.manual_seed(config.seed)
         full_state = DeepSeekV4(config.model, impl=config.impl).state_dict()
+        nudge(full_state["embed.weight"], config.nudge)
     with torch.device("meta"):
         model = DeepSeekV4(config.model, impl=config.impl)
     if config.recompute in MHC_RECOMPUTE:
@@ -79,13 +81,19 @@ def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.
     if config.compile:
         for module in compiled_modules(model, config.recompute):
             module.forward = torch.compile(module.forward)
-    parallelize(model, fp32_islands(model), parallel, DTYPES[config.dtype], config.recompute)
+    parallelize(model, fp32_islands(model), parallel, DTYPES[config.dtype], config.recompute, config.prefetch)
     model.to_empty(device=parallel.device)
     model.init_buffers(parallel.device)
     if fill:
         broadcast_parameters(model, full_state, parallel)
         check_buffers_equal(model)
     return model
+
+
+def nudge(weight: torch.Tensor, ulps: int) -> None:
+    """Move the largest element of `weight` (fp32) away from zero by `ulps` units in the last place, in place."""
+    bits = weight.view(-1)[weight.abs().argmax()].view(torch.int32)
+    bits += ulps
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -153,7 +161,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only with a fixed workspace
         torch.use_deterministic_algorithms(True)
     warmed = warm_kernels(config, device)
-    parallel = init_parallel(device, config.ep, config.startup_timeout)
+    parallel = init_parallel(device, config.ep, config.startup_timeout, config.ep_group == "own")
     torch.manual_seed(config.seed + parallel.rank)  # for whatever may draw numbers in a forward; the weights have a seed of their own
     out = run_folder(config)
     check_experts(config.model.num_experts, parallel)
@@ -181,6 +189,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     flops = metrics.flops_per_token(config.model, config.seq_len)
     peak = metrics.peak_flops(device, config.dtype, config.peak_tflops)
     local_tokens = config.seq_len * config.batch * config.accumulate
+    if config.profile:
+        annotate_parts(model, config.compile)
     trace = Trace(config.profile_range(), out / "traces", parallel)
     row: dict[str, Any] = {}
 
@@ -189,7 +199,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         started = time.perf_counter()
         first = progress["tokens"] // config.seq_len + parallel.rank * config.batch
         starts = [first + micro * parallel.world * config.batch for micro in range(config.accumulate)]
-        result = train_step(model, optimizer, config, [dataset.batch(start, config.batch) for start in starts], step)
+        with torch.profiler.record_function(f"{STEP}{step}"):
+            result = train_step(model, optimizer, config, [dataset.batch(start, config.batch) for start in starts], step)
         seconds = time.perf_counter() - started
         if not row:
             set_timeouts(parallel, config.step_timeout)  # nothing compiles from now on
