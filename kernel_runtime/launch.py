@@ -33,6 +33,7 @@ class Spec:
     tokens  tokens that one pass of the loops without constant trip count handles (a part of one where a pass is a tile of a token: BD / D);
             0 = not stated. For the traffic estimate.
     minimal_bytes  bytes a token that the kernel must move between global memory and the chip, weights apart; 0 = not stated.
+    arch    the one NVIDIA architecture (90 for sm_90) that the kernel is for, None if it is for all.
     """
 
     kernel: Any
@@ -45,6 +46,7 @@ class Spec:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokens: float = 0
     minimal_bytes: float = 0.0
+    arch: int | None = None
 
     @property
     def name(self) -> str:

@@ -52,21 +52,23 @@ class OpLibrary:
         self._lib = torch.library.Library(namespace, "FRAGMENT")
         self.names: list[str] = []
 
-    def register(self, schema: str, *, fake: Callable, eager: Callable, triton: str | None = None) -> Callable[..., Any]:
+    def register(self, schema: str, *, fake: Callable, eager: Callable, triton: str | None = None, **others: str) -> Callable[..., Any]:
         """Registers `name(...)` of `schema` and returns the callable op.
 
         fake and eager take the schema's arguments without the last (`impl`); triton is "module:function" with the same arguments,
-        imported at the first call, or None where no kernel exists.
+        imported at the first call, or None where no kernel exists; others are further values of `impl`, of the same form.
         """
+        launchers = {"triton": triton, **others}
         name = schema.split("(", 1)[0]
 
         def run(*arguments: Any) -> Any:
             *args, impl = arguments
-            if impl == "triton":
-                if triton is None:
-                    raise ValueError(f"{self.namespace}::{name}: no Triton kernel exists yet")
+            if impl != "eager":
+                path = launchers.get(impl)
+                if path is None:
+                    raise ValueError(f"{self.namespace}::{name}: no implementation {impl!r} exists")
                 with _device_guard(args):
-                    return _load(triton)(*args)
+                    return _load(path)(*args)
             out = run_eager(eager, *args)
             return _fresh(out, {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)})
 

@@ -50,6 +50,10 @@ class Plan:
         backend = "ascend" if backend == "npu" else backend
         return Plan(tuple((op, s) for op, s in self.entries if backend in s.targets))
 
+    def for_target(self, target: Any) -> Plan:
+        """The entries that run on a Triton GPUTarget: those of its backend, without those for another architecture."""
+        return Plan(tuple((op, s) for op, s in self.for_backend(target.backend).entries if s.arch in (None, target.arch)))
+
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "kernels": [{"op": op, **_encode_spec(spec)} for op, spec in self.entries]}, indent=1)
 
@@ -116,6 +120,7 @@ def _encode_spec(spec: Spec) -> dict[str, Any]:
         "kernel": f"{spec.kernel.__module__}:{spec.name}", "types": dict(spec.types),
         "consts": {n: _encode(v) for n, v in spec.consts.items()}, "num_warps": spec.num_warps, "num_stages": spec.num_stages,
         "options": {n: _encode(v) for n, v in spec.options.items()}, "hot": spec.hot, "targets": list(spec.targets),
+        "arch": spec.arch,
     }  # fmt: skip
 
 
@@ -123,4 +128,5 @@ def _decode_spec(item: dict[str, Any], source: str) -> Spec:
     return Spec(
         _find(item["kernel"], source), item["types"], {n: _decode(v) for n, v in item["consts"].items()}, item["num_warps"],
         item["num_stages"], item["hot"], tuple(item["targets"]), {n: _decode(v) for n, v in item["options"].items()},
+        arch=item["arch"],
     )  # fmt: skip

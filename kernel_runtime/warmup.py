@@ -110,7 +110,7 @@ def _warm_device(plan: Any, device: torch.device, cache_dir: Any, lock_timeout: 
 
     target = triton.runtime.driver.active.get_current_target()
     folder = Path(cache_dir) if cache_dir else cache.default_folder()
-    plan = plan.for_backend(target.backend)
+    plan = plan.for_target(target)
     if target.backend == "npu":
         report = Report(str(target.arch), str(folder))
         cache.use_folder(folder)
@@ -164,7 +164,7 @@ def _compile_part(plan_json: str, target: str, folder: str, first: int, lock_tim
     from kernel_runtime.targets import parse_target
 
     parsed, report = parse_target(target), Report(target, folder)
-    filler = Filler(Plan.from_json(plan_json).for_backend(parsed.backend), parsed, report, lock_timeout, measure=True)
+    filler = Filler(Plan.from_json(plan_json).for_target(parsed), parsed, report, lock_timeout, measure=True)
     filler.choose_folder()
     with compiling_allowed():
         filler.run(first)
@@ -190,7 +190,7 @@ def look(plan: Any, target: Any, folder: Path) -> Report:
     from kernel_runtime.targets import target_name
 
     report = Report(target_name(target), str(folder))
-    filler = Filler(plan.for_backend(target.backend), target, report, 0.0, measure=False)
+    filler = Filler(plan.for_target(target), target, report, 0.0, measure=False)
     for row, _ in filler.entries:
         state = filler.inspect(row)
         row.bytes = state.bytes

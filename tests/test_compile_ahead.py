@@ -17,13 +17,13 @@ TOO_LARGE = {"gfx942": {"attention_fwd_kernel", "range_dkv_kernel"}, "sm_100": {
 CASES = [("sm_90", name) for name in PRESETS] + [(target, name) for target in ("sm_100", "gfx942") for name in ("tiny", "flash")]
 
 
-def own_entries(name, backend):
-    """The plan of a model without what an earlier preset has."""
+def own_entries(name, target):
+    """The plan of a model for a target, without what an earlier preset has."""
     from kernel_runtime.plan import plan_for
 
     seen = set()
     for other in PRESETS:
-        plan = plan_for(other).for_backend(backend)
+        plan = plan_for(other).for_target(target)
         if other == name:
             return [(op, spec) for op, spec in plan if spec.identity not in seen]
         seen |= {spec.identity for _, spec in plan}
@@ -35,7 +35,7 @@ def test_compiles_and_fits(target, name, record_property):
     from kernel_runtime.targets import parse_target, resources, shared_limit
 
     gpu = parse_target(target)
-    entries = own_entries(name, gpu.backend)
+    entries = own_entries(name, gpu)
     if target == "sm_100":
         entries = [(op, spec) for op, spec in entries if spec.portable]
     assert name != "tiny" or entries

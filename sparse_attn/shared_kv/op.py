@@ -17,17 +17,6 @@ _OPTIONS = (
     "Tensor? cu_q, Tensor? cu_ori, Tensor? cu_cmp, Tensor? q_offsets, SymInt? q_offset, float scale, SymInt cmp_ratio, SymInt? window"
 )
 
-MAX_KERNEL_D = 512
-
-
-def no_kernel(q: torch.Tensor) -> str | None:
-    """Why no kernel covers this call, None if one does."""
-    D = q.shape[-1]
-    if D % 16 or D > MAX_KERNEL_D:
-        return f"q has D = {D} channels; kernels take multiples of 16 up to {MAX_KERNEL_D}"
-    return None
-
-
 def _attention(q, ori_kv, cmp_kv, cmp_indices, sinks, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, scale, cmp_ratio, window, **returns):
     return reference.sparse_attn_shared_kv(
         q, ori_kv, cmp_kv, cmp_indices, sinks, softmax_scale=scale, cmp_ratio=cmp_ratio, window=window, cu_seqlens_q=cu_q,
@@ -87,6 +76,8 @@ FORWARD = OPS.register(
     fake=_forward_fake,
     eager=_forward,
     triton="sparse_attn.shared_kv.fwd:attention_fwd",
+    hopper="sparse_attn.shared_kv.choice:hopper_fwd",
+    auto="sparse_attn.shared_kv.choice:auto_fwd",
 )
 BACKWARD = OPS.register(
     "shared_kv_bwd(Tensor dout, Tensor q, Tensor ori_kv, Tensor? cmp_kv, Tensor? cmp_indices, Tensor? sinks, Tensor out, Tensor lse,"
@@ -94,8 +85,10 @@ BACKWARD = OPS.register(
     fake=_backward_fake,
     eager=_backward,
     triton="sparse_attn.shared_kv.bwd:attention_bwd",
+    hopper="sparse_attn.shared_kv.choice:hopper_bwd",
+    auto="sparse_attn.shared_kv.choice:auto_bwd",
 )
-register_specs("sparse_attn.shared_kv", "sparse_attn.shared_kv.bwd:specs")
+register_specs("sparse_attn.shared_kv", "sparse_attn.shared_kv.choice:specs")
 
 
 class SharedKV(torch.autograd.Function):
