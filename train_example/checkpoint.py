@@ -3,7 +3,7 @@
     OUT/checkpoints/step_00000100/    the shards of all ranks, and train_state.json
 
 A checkpoint is written under a temporary name and renamed when all ranks are done, so a folder named step_* is always whole. Tensors are
-saved by their global shape: a run may go on with another number of processes or another `ep`.
+saved by their global shape: a run may go on with another number of processes or another `ep`, and with or without SwapAdamW.
 """
 
 import json
@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from train_example.run_config import ConfigError
+from train_example.swap_optimizer import SwapAdamW
 
 STATE_FILE = "train_state.json"
 
@@ -37,8 +38,17 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """References to every tensor of the training state, by name; loading fills them in place."""
+    if isinstance(optimizer, SwapAdamW):
+        optimizer.synchronize()
+    weights = named_tensors(model)  # first: it shards what an evaluation may have left gathered
     moments = {name: dict(optimizer.state[param]) for name, param in model.named_parameters()}
-    return {"model": model.state_dict(), "optimizer": moments}
+    return {"model": weights, "optimizer": moments}
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What makes the model: sharded parameters, persistent buffers, and the hash routers' tables, which an imported model brings along."""
+    tables = {name: buffer for name, buffer in model.named_buffers() if name.endswith(".tid2eid")}
+    return {**{name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}, **tables}
 
 
 def _rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -48,7 +58,15 @@ def _rng_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any], model_config: dict[str, Any], keep: int) -> Path:
+def save(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, Any],
+    model_config: dict[str, Any],
+    keep: int,
+    data: dict[str, Any] | None = None,
+) -> Path:
     """Write a checkpoint of all ranks; returns its folder once it is whole on disk. Collective.
 
     Args:
@@ -56,6 +74,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progr
         progress: plain numbers to go on from; must hold `step`, the optimizer steps done.
         model_config: sizes of the model, kept to recognise a checkpoint of another model.
         keep: older checkpoints are deleted so that this many are left; -1 = all are kept.
+        data: what the place in the data refers to, see check_data.
     """
     rank, device = dist.get_rank(), next(model.parameters()).device
     final = folder / f"step_{progress['step']:08d}"
@@ -67,7 +86,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progr
     state = {**_tensors(model, optimizer), "rng": {str(rank): _rng_state(device)}}
     dcp.save(state, checkpoint_id=temporary)
     if rank == 0:
-        record = {"progress": progress, "model": model_config, "processes": dist.get_world_size()}
+        record = {"progress": progress, "model": model_config, "data": data or {}, "processes": dist.get_world_size()}
         (temporary / STATE_FILE).write_text(json.dumps(record, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
@@ -93,18 +112,37 @@ def find(resume: str, folder: Path) -> Path:
     return found[-1]
 
 
-def read_progress(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
-    """The progress saved with a checkpoint; ConfigError if it is one of another model."""
+def _record(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads((path / STATE_FILE).read_text())
+        return json.loads((path / STATE_FILE).read_text())
     except ValueError as error:
         raise ConfigError(f"{path / STATE_FILE} is damaged: {error}") from error
-    saved, wanted = record["model"], json.loads(json.dumps(model_config))  # tuples become lists, as they did in the file
+
+
+def _changes(saved: dict[str, Any], wanted: dict[str, Any]) -> str:
+    wanted = json.loads(json.dumps(wanted))  # tuples become lists, as they did in the file
     differing = [name for name in sorted(saved.keys() | wanted.keys()) if saved.get(name) != wanted.get(name)]
-    if differing:
-        changes = ", ".join(f"{name} {saved.get(name)!r} there and {wanted.get(name)!r} here" for name in differing)
+    return ", ".join(f"{name} {saved.get(name)!r} there and {wanted.get(name)!r} here" for name in differing)
+
+
+def read_progress(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
+    """The progress saved with a checkpoint; ConfigError if it is one of another model."""
+    record = _record(path)
+    if changes := _changes(record["model"], model_config):
         raise ConfigError(f"{path} is a checkpoint of another model: {changes}")
     return record["progress"]
+
+
+def check_data(path: Path, data: dict[str, Any], allowed: bool) -> bool:
+    """Whether a checkpoint comes from the same text, cut into the same sequences in the same order; ConfigError if not, unless `allowed`.
+
+    Another text, seed, seq_len or eval_fraction makes the saved place in the data mean nothing, repeats some of it, and may hold out what
+    was trained on already: an evaluation after that looks better than the model is.
+    """
+    changes = _changes(_record(path)["data"], data)
+    if changes and not allowed:
+        raise ConfigError(f"{path} was trained on other data: {changes}; --new-data goes on with it, from its beginning")
+    return not changes
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from train_example.config import ModelConfig
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 OURS = "train_example"  # table in config.json with the settings that transformers has no name for
 OUR_FIELDS = ("kl_coefficient", "kl_target", "hash_seed", "mtp_weight", "mtp_compress_ratio")
 WINDOW, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -98,7 +98,10 @@ def config_from_hf(hf_config: Any, **changes: Any) -> ModelConfig:
 
 
 def config_from_folder(folder: Path, **changes: Any) -> ModelConfig:
-    """ModelConfig of the `config.json` in a checkpoint folder; `changes` as above. ValueError if it cannot be read or has no counterpart."""
+    """ModelConfig of the `config.json` in a checkpoint folder, with an MTP block only where its files hold one (transformers writes none).
+
+    `changes` as above. ValueError if it cannot be read or has no counterpart.
+    """
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ValueError(f"{folder} holds no {CONFIG_FILE}")
@@ -113,12 +116,27 @@ def config_from_folder(folder: Path, **changes: Any) -> ModelConfig:
     ratios = raw.get("compress_ratios") or []
     if len(ratios) > raw.get("num_hidden_layers", len(ratios)):  # the published form lists the MTP block behind the layers
         ours["mtp_compress_ratio"] = ratios[-1]
+    if not _has_mtp(folder):
+        ours["mtp_layers"] = 0
     try:
         return config_from_hf(SimpleNamespace(**_complete(raw)), **{**ours, **changes})
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from error
     except (AttributeError, KeyError) as error:
         raise ValueError(f"{file} lacks {error.name if isinstance(error, AttributeError) else error}") from error
+
+
+def _has_mtp(folder: Path) -> bool:
+    """Whether the index, or else the header of the only file (its length in 8 bytes, then JSON), names a tensor of an MTP block."""
+    try:
+        if (folder / INDEX).is_file():
+            names = json.loads((folder / INDEX).read_text())["weight_map"]
+        else:
+            with (folder / SINGLE).open("rb") as file:
+                names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError, KeyError, MemoryError):
+        return False  # whoever reads the weights says what is wrong with the files
+    return any(name.startswith("mtp.") for name in names)
 
 
 def _complete(raw: dict[str, Any]) -> dict[str, Any]:

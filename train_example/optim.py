@@ -1,6 +1,7 @@
 """AdamW with one parameter group per mesh, and the learning-rate schedule."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,9 +10,10 @@ from torch.distributed.tensor import DTensor
 from train_example.checkpoint import init_optimizer_state
 from train_example.model import fp32_islands
 from train_example.run_config import RunConfig
+from train_example.swap_optimizer import SwapAdamW
 
 
-def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW | SwapAdamW:
     """AdamW over the local shards; weight decay on matrices outside the fp32 islands (norms, sinks, routers and mHC have none).
 
     Dense and expert parameters live on different meshes and are in groups of their own: the fused update takes one mesh at a time.
@@ -23,13 +25,11 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
         decay = param.dim() >= 2 and param not in island_params
         groups.setdefault((mesh_dims, decay), []).append(param)
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
-    optimizer = torch.optim.AdamW(
-        [{"params": params, "weight_decay": config.weight_decay if decay else 0.0} for (_, decay), params in groups.items()],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_eps,
-        fused=fused or None,
-    )
+    with_decay = [{"params": params, "weight_decay": config.weight_decay if decay else 0.0} for (_, decay), params in groups.items()]
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.adam_eps, "fused": fused or None}
+    if config.swap_optimizer:
+        return SwapAdamW(with_decay, **options)
+    optimizer = torch.optim.AdamW(with_decay, **options)
     init_optimizer_state(optimizer)
     return optimizer
 

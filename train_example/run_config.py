@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from train_example.config import PRESETS, ModelConfig
+from train_example.hf_config import config_from_folder, config_to_hf
 
 IMPLS = ("auto", "eager", "triton")
 MHC_RECOMPUTE = ("mhc", "cross-layer")
@@ -40,6 +41,9 @@ class RunConfig:
     overwrite: bool = _setting(False, "delete an earlier run in that folder first")
     preset: str = _setting("tiny", "sizes of the model before single ones are changed", tuple(PRESETS))
     model: ModelConfig = field(default=PRESETS["tiny"], metadata={"help": "sizes of the model", "choices": None})
+
+    load_hf: str = _setting("", "checkpoint folder of transformers to start from; its config.json gives the sizes, in place of --model")
+    save_hf: str = _setting("", "folder to write at the end, a checkpoint that transformers loads, in fp32; empty = none")
 
     data: str = _setting("", "text file or folder of files, read as bytes; empty = the language reference that ships with Python")
     eval_fraction: float = _setting(0.1, "share of the text, taken from its end, that is held out; 0 to 0.5")
@@ -74,13 +78,14 @@ class RunConfig:
         "what the backward pass computes again: layer = all of a layer; mhc = mHC's streams inside a layer; cross-layer = those of several",
         RECOMPUTE,
     )
-    swap_optimizer: bool = _setting(False, "keep AdamW's moments in host memory: not there yet, and refused on a CPU, where they are already")
+    swap_optimizer: bool = _setting(False, "keep AdamW's moments in host memory: 8 bytes a parameter on the device, not 16; refused on a CPU")
 
     eval_every: int = _setting(50, "steps between evaluations on the held-out text; -1 = after the last step alone; 0 = never")
     eval_sequences: int = _setting(-1, "held-out sequences an evaluation reads; -1 = all")
     save_every: int = _setting(-1, "steps between checkpoints; -1 = after the last step alone; 0 = never")
     keep: int = _setting(2, "checkpoints to keep, the newest ones; -1 = all")
     resume: str = _setting("", "checkpoint folder to go on from; 'latest' = the newest of this run; empty = start afresh")
+    new_data: bool = _setting(False, "resume with another text, seed, seq_len or eval_fraction than the checkpoint's, from its beginning")
     log_every: int = _setting(10, "steps between printed lines (metrics.jsonl has every step)")
     nudge: int = _setting(0, "units in the last place added to one initial weight: how far rounding alone carries two runs apart, see compare")
     profile: str = _setting("", "START:END, steps to trace with torch.profiler, START included and END not; empty = none")
@@ -98,6 +103,13 @@ class RunConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: not supported ({reason}); use more processes, or ep, instead")
         if self.recompute in MHC_RECOMPUTE and self.impl == "eager":
             raise ConfigError(f"recompute = {self.recompute} replays mHC's ops, which impl = eager bypasses: use another impl, or recompute = layer")
+        if self.save_hf:
+            try:
+                config_to_hf(self.model)
+            except ValueError as error:
+                raise ConfigError(f"save_hf: {error}") from error
+        if self.new_data and not self.resume:
+            raise ConfigError("new_data says how to resume: name a checkpoint with --resume")
         if not self.out and (self.resume == "latest" or self.overwrite):
             raise ConfigError("resume = latest and overwrite need the run's folder: name it with --out")
         if self.resume == "latest" and self.overwrite:
@@ -153,7 +165,11 @@ def from_dict(settings: dict[str, Any], source: str) -> RunConfig:
     kwargs = _checked(RunConfig, settings, source, "")
     overrides = _checked(ModelConfig, model, source, "model.")
     try:
-        return RunConfig(preset=preset, model=dataclasses.replace(PRESETS[preset], **overrides), **kwargs)
+        base = PRESETS[preset]
+        # the settings of a run have all sizes: its folder can be resumed when the checkpoint that it began with is gone
+        if kwargs.get("load_hf") and overrides.keys() < _types(ModelConfig).keys():
+            base = config_from_folder(Path(kwargs["load_hf"]))
+        return RunConfig(preset=preset, model=dataclasses.replace(base, **overrides), **kwargs)
     except ConfigError:
         raise
     except ValueError as error:  # ModelConfig's own checks

@@ -22,7 +22,7 @@ from torch import nn
 from kernel_runtime import forbid_compile, interpreting
 from kernel_runtime.warmup import warmup
 from mhc_ops import RecomputePlan, plan
-from train_example import checkpoint, metrics
+from train_example import checkpoint, hf_checkpoint, metrics
 from train_example.data import Dataset, Text, find_files, write_default_text
 from train_example.model import DeepSeekV4, fp32_islands
 from train_example.optim import make_optimizer
@@ -114,8 +114,11 @@ def check_run_folder(config: RunConfig, out: Path, resume: Path | None) -> None:
         raise ConfigError(f"{out} holds a run already; name another folder with --out, or use --resume latest or --overwrite")
 
 
-def prepare_run_folder(config: RunConfig, out: Path, resume: Path | None, parallel: Parallel) -> Text:
-    """Rank 0 makes the folder and echoes the settings; every rank opens the text."""
+def prepare_run_folder(config: RunConfig, out: Path, resume: Path | None, parallel: Parallel) -> tuple[Text, dict[str, Any], bool]:
+    """Rank 0 makes the folder and echoes the settings; every rank opens the text.
+
+    Returns the text, what identifies the data, and whether a resume is on the checkpoint's data.
+    """
     # every rank has looked before rank 0 changes anything
     together(lambda: check_run_folder(config, out, resume))
     files = together(lambda: find_files(config.data) if config.data else [])
@@ -127,21 +130,29 @@ def prepare_run_folder(config: RunConfig, out: Path, resume: Path | None, parall
                 shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
-        if not files:
+        if not files and not default.exists():
             write_default_text(default)
 
+    def read(paths: list[Path]) -> tuple[Text, dict[str, Any], bool]:
+        text = together(lambda: Text(paths))
+        lengths: list[Any] = [None] * parallel.world
+        dist.all_gather_object(lengths, len(text))
+        if len(set(lengths)) > 1:
+            raise ConfigError(f"the ranks read different texts under {config.data or default}: {lengths} tokens, rank 0 first")
+        digest = [text.fingerprint() if parallel.rank == 0 else None]
+        dist.broadcast_object_list(digest, src=0)
+        data = {"text_sha256": digest[0], "seed": config.seed, "seq_len": config.seq_len, "eval_fraction": config.eval_fraction}
+        return text, data, together(lambda: checkpoint.check_data(resume, data, config.new_data) if resume else True)
+
+    found = read(files) if files else None  # before anything of an earlier run is changed
     together(lambda: make() if parallel.rank == 0 else None)
-    text = together(lambda: Text(files or [default]))
-    lengths: list[Any] = [None] * parallel.world
-    dist.all_gather_object(lengths, len(text))
-    if len(set(lengths)) > 1:
-        raise ConfigError(f"the ranks read different texts under {config.data or default}: {lengths} tokens, rank 0 first")
+    text, data, same = found or read([default])
     if parallel.rank == 0:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         where = {"device": str(parallel.device.type), "processes": parallel.world, "ep": parallel.sparse.size(1)}
-        record = {**versions, **where, "text_tokens": len(text), "text_sha256": text.fingerprint()}
+        record = {**versions, **where, "text_tokens": len(text), "text_sha256": data["text_sha256"]}
         (out / "environment.json").write_text(json.dumps(record, indent=1) + "\n")
-    return text
+    return text, data, same
 
 
 def due(every: int, step: int, last: int) -> bool:
@@ -152,9 +163,8 @@ def due(every: int, step: int, last: int) -> bool:
 def train(config: RunConfig) -> dict[str, Any]:
     """Run a whole training on all processes; returns the last step's row of metrics.jsonl."""
     device = pick_device(config.device)
-    if config.swap_optimizer:
-        on_cpu = "on a CPU they are there already, so leave it off"
-        raise ConfigError(f"swap_optimizer keeps AdamW's moments in host memory; {on_cpu if device.type == 'cpu' else 'it does not exist yet'}")
+    if config.swap_optimizer and device.type == "cpu":
+        raise ConfigError("swap_optimizer keeps AdamW's moments in host memory; on a CPU they are there already, so leave it off")
     if config.impl == "triton" and device.type == "cpu" and not interpreting():
         raise ConfigError("impl = triton cannot run on a CPU (but for tests, with TRITON_INTERPRET=1); use eager or auto")
     if config.deterministic:
@@ -166,13 +176,20 @@ def train(config: RunConfig) -> dict[str, Any]:
     out = run_folder(config)
     check_experts(config.model.num_experts, parallel)
     sizes = {name: value for name, value in config.to_dict()["model"].items() if name != "preset"}
-    progress: dict[str, Any] = {"step": 0, "tokens": 0, "loss_ema": None}
+    progress: dict[str, Any] = {"step": 0, "tokens": 0, "data_tokens": 0, "loss_ema": None}
     resume = together(lambda: checkpoint.find(config.resume, out / "checkpoints") if config.resume else None)
     if resume:
         progress = together(lambda: checkpoint.read_progress(resume, sizes))
 
-    dataset = Dataset(prepare_run_folder(config, out, resume, parallel), config.seq_len, config.eval_fraction, config.seed)
-    model = build_model(config, parallel, fill=resume is None)
+    export = Path(config.save_hf) if config.save_hf else None
+    together(lambda: hf_checkpoint.check_target(export) if export else None)
+
+    text, data, same_data = prepare_run_folder(config, out, resume, parallel)
+    dataset = Dataset(text, config.seq_len, config.eval_fraction, config.seed)
+    if not same_data:
+        progress["data_tokens"] = 0
+    model = build_model(config, parallel, fill=not (resume or config.load_hf))
+    origin = hf_checkpoint.load_folder(Path(config.load_hf), model) if config.load_hf and not resume else ""
     optimizer = make_optimizer(model, config)
     if resume:
         checkpoint.load(resume, model, optimizer)
@@ -182,8 +199,12 @@ def train(config: RunConfig) -> dict[str, Any]:
     if log:
         parameters = sum(param.numel() for param in model.parameters())
         where = f"{parallel.world} x {device.type}, ep {parallel.sparse.size(1)}"
-        text = f"text of {len(dataset.text)} tokens, {dataset.train_tokens} to train on"
-        log.say(f"{out} | {parameters / 1e6:.2f} M parameters | {where} | {text}" + (f" | resumed from {resume}" if resume else ""))
+        reading = f"text of {len(text)} tokens, {dataset.train_tokens} to train on"
+        log.say(f"{out} | {parameters / 1e6:.2f} M parameters | {where} | {reading}" + (f" | resumed from {resume}" if resume else ""))
+        if origin:
+            log.say(origin)
+        if not same_data:
+            log.say("on other data than the checkpoint's, from its beginning; what is held out now may have been trained on")
         if progress["step"] >= config.steps:
             log.say(f"nothing left to do: {progress['step']} steps are done and --steps is {config.steps}")
     flops = metrics.flops_per_token(config.model, config.seq_len)
@@ -197,7 +218,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     for step in range(progress["step"] + 1, config.steps + 1):
         trace.before(step)
         started = time.perf_counter()
-        first = progress["tokens"] // config.seq_len + parallel.rank * config.batch
+        first = progress["data_tokens"] // config.seq_len + parallel.rank * config.batch
         starts = [first + micro * parallel.world * config.batch for micro in range(config.accumulate)]
         with torch.profiler.record_function(f"{STEP}{step}"):
             result = train_step(model, optimizer, config, [dataset.batch(start, config.batch) for start in starts], step)
@@ -208,7 +229,8 @@ def train(config: RunConfig) -> dict[str, Any]:
                 forbid_compile("warn")
         ema = progress["loss_ema"]
         ema = result["loss"] if ema is None else metrics.EMA_DECAY * ema + (1 - metrics.EMA_DECAY) * result["loss"]
-        progress = {"step": step, "tokens": progress["tokens"] + local_tokens * parallel.world, "loss_ema": ema}
+        seen = local_tokens * parallel.world
+        progress = {"step": step, "tokens": progress["tokens"] + seen, "data_tokens": progress["data_tokens"] + seen, "loss_ema": ema}
         rate = local_tokens / seconds
         row = {**progress, **result, "ms": seconds * 1000, "tokens_per_s": rate, "mfu": flops * rate / peak if peak else None}
         row["memory_gib"] = metrics.memory_gib(device)
@@ -217,13 +239,17 @@ def train(config: RunConfig) -> dict[str, Any]:
             if step == 1 or step == config.steps or step % config.log_every == 0:
                 log.say(log.line(row))
         if due(config.save_every, step, config.steps):  # before the evaluation: whatever happens there, the step is not lost
-            checkpoint.save(out / "checkpoints", model, optimizer, progress, sizes, config.keep)
+            checkpoint.save(out / "checkpoints", model, optimizer, progress, sizes, config.keep, data)
         if due(config.eval_every, step, config.steps) and config.eval_fraction:
             held_out = dataset.held_out(parallel.rank, parallel.world, config.batch, config.eval_sequences)
             row["eval_bpb"] = evaluate(model, held_out)
             if log:
                 log.evaluation(row)
     trace.before(config.steps + 1)
+    if export:
+        files = hf_checkpoint.save_folder(export, model, config.model)
+        if log:
+            log.say(f"checkpoint for transformers: {export}, {len(files)} file{'s' * (len(files) > 1)} of weights in fp32")
     if log:
         log.close()
     return row
