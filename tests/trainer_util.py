@@ -57,7 +57,7 @@ def plain_model(config: RunConfig) -> DeepSeekV4:
 
 
 def sharded(config: RunConfig, timeout_s: float = 60.0) -> tuple[nn.Module, Parallel]:
-    parallel = init_parallel(torch.device("cpu"), config.ep, timeout_s)
+    parallel = init_parallel(torch.device("cpu"), config.ep, timeout_s, config.ep_group == "own")
     return build_model(config, parallel), parallel
 
 

@@ -1,17 +1,22 @@
-"""Compare two runs step by step: `python -m train_example.compare RUN_A RUN_B`.
+"""Compare two runs step by step: `python -m train_example.compare RUN_A RUN_B [--yardstick RUN_C]`.
 
 For every step both runs have, the relative difference |a - b| / max(|a|, |b|) of each quantity. The exit status is 1 if one of the judged
 quantities (--keys) differs by more than --tolerance at any step, or is in no step of both; --impl eager and --impl triton are to
 agree to 1e-3 with the same seed.
+
+Two runs that round differently drift apart however right both are. Hence the table of growth: the loss's difference over ever longer
+spans of steps, as it is and of the moving averages (decay 0.9), and beside it that of RUN_A and a yardstick, a third run that differs
+from RUN_A by `--nudge` alone, one weight's last bit.
 """
 
 import argparse
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 
-from train_example.metrics import read_metrics
+from train_example.metrics import EMA_DECAY, read_metrics
 
 QUANTITIES = ("loss", "lm_loss", "kl_loss", "mtp_loss", "grad_norm", "eval_bpb")
 
@@ -43,6 +48,66 @@ def compare(run_a: Path, run_b: Path) -> dict[str, list[tuple[int, float]]]:
     return {key: [(step, relative_difference(a[key], b[key])) for step, a, b in pairs if key in a and key in b] for key in QUANTITIES}
 
 
+def smoothed_difference(run_a: Path, run_b: Path) -> list[tuple[int, float]]:
+    """(step, relative difference) of the two moving averages of the loss, over the steps both runs have from the first on."""
+    losses = [{row["step"]: row["loss"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row} for run in (run_a, run_b)]
+    average: list[float] = []
+    out = []
+    for step in sorted(losses[0].keys() & losses[1].keys()):
+        now = [by_step[step] for by_step in losses]
+        average = [EMA_DECAY * old + (1 - EMA_DECAY) * new for old, new in zip(average, now)] if average else now
+        out.append((step, relative_difference(*average)))
+    return out
+
+
+def spans(last: int) -> list[range]:
+    """1, 2-3, 4-7, ...: twice as long each, up to `last`."""
+    return [range(2**i, min(2 ** (i + 1), last + 1)) for i in range(last.bit_length())]
+
+
+def growth(differences: list[tuple[int, float]]) -> list[tuple[range, float, float]]:
+    """Of each span of steps that has any: its median and largest difference."""
+    out = []
+    for span in spans(differences[-1][0]):
+        inside = [value for step, value in differences if step in span]
+        if inside:
+            out.append((span, statistics.median(inside), max(inside)))
+    return out
+
+
+def print_growth(series: dict[str, list[tuple[int, float]]]) -> None:
+    """series: (step, difference) by name; all have the same steps."""
+    print("relative difference of the loss, median and largest")
+    print(f"{'steps':>11}" + "".join(f" {name:>23}" for name in series))
+    tables = [growth(differences) for differences in series.values()]
+    for rows in zip(*tables):
+        span = rows[0][0]
+        print(f"{span.start:5d}-{span.stop - 1:<5d}" + "".join(f"   {median:10.2e} {largest:9.2e}" for _, median, largest in rows))
+
+
+def plot(runs: dict[str, Path], series: dict[str, list[tuple[int, float]]], tolerance: float, file: Path) -> str:
+    """Losses of the runs above, differences below; returns a line that says what was done."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return f"{file} was not drawn: matplotlib is not installed"
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    for name, run in runs.items():
+        rows = [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
+        above.plot([row["step"] for row in rows], [row["loss"] for row in rows], label=name, linewidth=1)
+    above.set(ylabel="loss, nats a token")
+    for name, differences in series.items():
+        below.plot(*zip(*differences), label=name, linewidth=1, linestyle="--" if "smoothed" in name else "-")
+    below.axhline(tolerance, color="black", linewidth=0.8)
+    below.set(yscale="log", xlabel="step", ylabel="relative difference")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(file, dpi=110)
+    return f"plot: {file}"
+
+
 def other_texts(run_a: Path, run_b: Path) -> bool:
     """Whether the two runs are known to have read different texts."""
     files = [run / "environment.json" for run in (run_a, run_b)]
@@ -57,9 +122,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tolerance", type=float, default=1e-3, help="largest relative difference that passes (default: %(default)s)")
     parser.add_argument("--keys", nargs="+", default=["loss"], choices=QUANTITIES, help="quantities that are judged (default: loss)")
     parser.add_argument("--steps", action="store_true", help="print the differences of every step, not only the largest")
+    parser.add_argument("--yardstick", type=Path, metavar="RUN_C", help="run like RUN_A but for --nudge")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw losses and differences")
     args = parser.parse_args(argv)
     try:
         found = compare(args.run_a, args.run_b)
+        series = {"raw": found["loss"], "smoothed": smoothed_difference(args.run_a, args.run_b)}
+        if args.yardstick:
+            yardstick = compare(args.run_a, args.yardstick)
+            series |= {"yardstick": yardstick["loss"], "yardstick, smoothed": smoothed_difference(args.run_a, args.yardstick)}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -70,6 +141,11 @@ def main(argv: list[str] | None = None) -> int:
         by_key = {key: dict(values) for key, values in found.items()}
         for step, _ in found["loss"]:
             print(f"{step:4d} " + " ".join(f"{by_key[key][step]:12.3e}" if step in by_key[key] else f"{'-':>12}" for key in QUANTITIES))
+    if found["loss"]:
+        print_growth(series)
+    if args.plot:
+        runs = {str(run): run for run in (args.run_a, args.run_b, args.yardstick) if run}
+        print(plot(runs, series, args.tolerance, args.plot))
     failed = False
     for key, values in found.items():
         if not values:

@@ -50,6 +50,7 @@ class Work:
     launched: float
     group: str = ""
     part: str = "rest"
+    name: str = ""
 
 
 @dataclass
@@ -213,7 +214,7 @@ def device_work(events: list[dict[str, Any]]) -> list[Work]:
         args, kind = event.get("args", {}), _kind(event)
         launched, part = launches.get(args.get("correlation", -1), (event["ts"], None))
         group = f"{args.get('Process Group Name', '')} {args.get('Process Group Description', '')}".strip()
-        out.append(Work(event["ts"], event["ts"] + event.get("dur", 0), args.get("stream"), kind, launched, group, part or "rest"))
+        out.append(Work(event["ts"], event["ts"] + event.get("dur", 0), args.get("stream"), kind, launched, group, part or "rest", event["name"]))
     return sorted(out, key=lambda work: work.start)
 
 

@@ -1,0 +1,275 @@
+"""Training steps on layers of DeepSeek-V4-Flash's shapes: tokens a second a device, MFU, peak memory, and where a step's time goes.
+
+    python -m bench.train                                          the four variants at 4096 tokens, one GPU
+    python -m bench.train --seq-lens 16384 --recompute layer
+    python -m bench.train --variants ours --recompute none mhc cross-layer layer --longest
+    torchrun --standalone --nproc-per-node 2 -m bench.train        FSDP over both, experts split between them
+
+The model is that of `train_example` with `--ratios` for layers, `--experts` experts a layer (6 of them a token, as published) and
+`--vocab` rows of embedding and head; everything else has the published sizes. Variants: eager is `--impl eager`, the plain PyTorch of
+`reference/`; ours is `--impl triton`; "+compile" adds `--compile`. Eager attention, indexer and KL loop over chunks of queries in
+Python, which torch.compile would unroll; they are left out of its graphs, and everything around them is compiled.
+
+A step is forward, backward, gradient norm, clipping and AdamW of `--batch` sequences of random tokens; ms is the median. MFU is
+`train_example.metrics.flops_per_token` x tokens a second / the device's bf16 peak. Peak memory includes weights and optimizer. The split
+comes from one more step under the profiler (`train_example.trace`): computing time by part, collectives that nothing covers, idle time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.common import environment
+from train_example import metrics, trace
+from train_example.config import PRESETS
+from train_example.optim import make_optimizer
+from train_example.parallel import Parallel, check_experts, init_parallel, pick_device, shutdown
+from train_example.run_config import MHC_RECOMPUTE, RECOMPUTE, RunConfig, integers
+from train_example.step import train_step
+from train_example.train import build_model, warm_kernels
+
+VARIANTS = ("ours", "ours+compile", "eager", "eager+compile")
+
+
+@dataclass
+class Result:
+    """Of one variant; ms is the median step, parts (ms) come from another one, and note says why there is no number."""
+
+    variant: str
+    seq_len: int
+    batch: int
+    recompute: str
+    processes: int
+    ms: float = 0.0
+    tokens_per_s: float = 0.0
+    mfu: float = 0.0
+    peak_gib: float = 0.0
+    loss: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+
+def settings(args: argparse.Namespace, variant: str, seq_len: int, recompute: str) -> RunConfig:
+    ratios = tuple(args.ratios)
+    sizes = {"compress_ratios": ratios, "num_layers": len(ratios), "num_experts": args.experts, "vocab_size": args.vocab}
+    model = dataclasses.replace(PRESETS[args.preset], **sizes, num_hash_layers=1, mtp_layers=0)
+    return RunConfig(
+        preset=args.preset,
+        model=model,
+        seq_len=seq_len,
+        batch=args.batch,
+        steps=1000,
+        lr=1e-5,
+        ep=args.ep,
+        ep_group=args.ep_group,
+        prefetch=args.prefetch,
+        device=args.device,
+        dtype=args.dtype,
+        impl="eager" if variant.startswith("eager") else "auto" if args.device == "cpu" else "triton",
+        compile=variant.endswith("+compile"),
+        recompute=recompute,
+    )
+
+
+def make_model(config: RunConfig, parallel: Parallel) -> nn.Module:
+    """The sharded model with fresh weights made on the device, shard by shard: no host ever holds them."""
+    if config.compile and config.impl == "eager":
+        _keep_out_of_graphs()
+    model = build_model(config, parallel, fill=False)
+    torch.manual_seed(config.seed + parallel.rank)
+    with torch.no_grad():
+        model.reset_parameters()
+    return model
+
+
+def _keep_out_of_graphs() -> None:
+    from train_example import attention
+
+    for owner, name in ((attention.AttentionCore, "forward"), (attention.Attention, "_select"), (attention.Attention, "_kl")):
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
+
+
+def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, variant: str) -> Result:
+    result = Result(variant, config.seq_len, config.batch, config.recompute, parallel.world)
+    device = parallel.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = make_model(config, parallel)
+    optimizer = make_optimizer(model, config)
+    generator = torch.Generator().manual_seed(1 + parallel.rank)
+    ids = torch.randint(0, config.model.vocab_size, (config.batch, config.seq_len + 1), generator=generator).to(device)
+    batch = [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())]
+
+    times, losses = [], []
+    for step in range(1, args.warmup + args.steps + 1):
+        begun = time.perf_counter()
+        losses.append(train_step(model, optimizer, config, batch, step)["loss"])
+        times.append(1000 * (time.perf_counter() - begun))
+    result.ms, result.loss = statistics.median(times[args.warmup :]), losses[0]
+    result.tokens_per_s = config.batch * config.seq_len / result.ms * 1000
+    peak = metrics.peak_flops(device, config.dtype, -1)
+    if peak:
+        result.mfu = metrics.flops_per_token(config.model, config.seq_len) * result.tokens_per_s / peak
+    if device.type == "cuda":
+        result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+    if args.split and device.type == "cuda":
+        trace.annotate_parts(model, config.compile)
+        split(result, lambda: train_step(model, optimizer, config, batch, step + 1), args.traces and args.traces / _name(result, parallel))
+    return result
+
+
+def _name(result: Result, parallel: Parallel) -> str:
+    return f"{result.variant}_{result.seq_len}_{result.recompute}_rank{parallel.rank}.json"
+
+
+def split(result: Result, step: Any, keep: Path | None) -> None:
+    """Fill in parts and kernels from one step under the profiler."""
+    with torch.profiler.profile() as profiler, torch.profiler.record_function(f"{trace.STEP}1"):
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        file = keep or Path(folder) / "trace.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(file))
+        events = trace.read(file)
+    (summary,) = trace.summarize(events)
+    communication = {"communication, exposed": summary.exposed, "communication, all": summary.communication}
+    result.parts = {**summary.parts, **communication, "idle": summary.idle, "step under the profiler": summary.ms}
+    kernels: dict[str, float] = defaultdict(float)
+    for work in trace.device_work(events):
+        kernels[f"{work.part}: {work.name[:70]}"] += (work.end - work.start) / 1000
+    result.kernels = dict(sorted(kernels.items(), key=lambda item: -item[1])[:40])
+
+
+def attempt(args: argparse.Namespace, parallel: Parallel, variant: str, seq_len: int, recompute: str) -> Result:
+    """`measure`, or a Result that says that it does not fit."""
+    config = settings(args, variant, seq_len, recompute)
+    try:
+        return measure(args, parallel, config, variant)
+    except torch.OutOfMemoryError as error:
+        if parallel.world > 1:
+            raise  # the other ranks wait in a collective
+        return Result(variant, seq_len, args.batch, recompute, 1, note=f"does not fit: {str(error).splitlines()[0][:90]}")
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+HEADER = f"{'variant':14} {'S':>7} {'recompute':11} {'ms':>9} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>8} {'loss':>8}"
+
+
+def line(r: Result) -> str:
+    head = f"{r.variant:14} {r.seq_len:7d} {r.recompute:11}"
+    return f"{head} {r.note}" if r.note else f"{head} {r.ms:9.1f} {r.tokens_per_s:9.0f} {r.mfu:6.1%} {r.peak_gib:8.1f} {r.loss:8.4f}"
+
+
+def print_split(results: list[Result], kernels: int) -> None:
+    with_parts = [r for r in results if r.parts]
+    names = list(dict.fromkeys(name for r in with_parts for name in r.parts))
+    if names:
+        print("\nms of a step by part" + "".join(f"  [{i}] {r.variant} {r.seq_len} {r.recompute}" for i, r in enumerate(with_parts)))
+    for name in names:
+        print(f"  {name:26}" + "".join(f" {r.parts[name]:9.2f}" if name in r.parts else f" {'-':>9}" for r in with_parts))
+    for r in with_parts:
+        if kernels:
+            print(f"\nlargest kernels of {r.variant} {r.seq_len} {r.recompute}, ms")
+            print("\n".join(f"  {ms:8.2f} {name}" for name, ms in list(r.kernels.items())[:kernels]))
+
+
+def write(results: list[Result], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [dataclasses.asdict(r) for r in results]
+    lines = [json.dumps({"environment": environment() if torch.cuda.is_available() else {}}), *map(json.dumps, rows)]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    plain = [{key: value for key, value in row.items() if not isinstance(value, dict)} for row in rows]
+    with (folder / "train.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, plain[0])
+        table.writeheader()
+        table.writerows(plain)
+
+
+def run(args: argparse.Namespace, parallel: Parallel) -> list[Result]:
+    results: list[Result] = []
+
+    def add(result: Result) -> Result:
+        results.append(result)
+        if parallel.rank == 0:
+            print(line(result), flush=True)
+        return result
+
+    if parallel.rank == 0:
+        print(HEADER)
+    todo = [(variant, recompute) for recompute in args.recompute for variant in args.variants]
+    todo = [(variant, recompute) for variant, recompute in todo if not (variant.startswith("eager") and recompute in MHC_RECOMPUTE)]
+    for variant, recompute in todo:
+        for seq_len in args.seq_lens:
+            add(attempt(args, parallel, variant, seq_len, recompute))
+        seq_len = 2 * max(args.seq_lens)
+        while args.longest and not add(attempt(args, parallel, variant, seq_len, recompute)).note:
+            seq_len *= 2
+    return results
+
+
+def main(argv: list[str] | None = None) -> list[Result]:
+    parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
+    parser.add_argument("--seq-lens", nargs="+", type=int, default=[4096], metavar="S", help="tokens of a sequence")
+    parser.add_argument("--recompute", nargs="+", default=["none"], choices=RECOMPUTE, help="mhc and cross-layer have no eager variant")
+    parser.add_argument("--longest", action="store_true", help="then double the longest of them until it does not fit")
+    parser.add_argument("--preset", default="flash", choices=tuple(PRESETS), help="sizes that no other option names")
+    parser.add_argument("--ratios", type=integers, default=(0, 4, 128, 4), metavar="N,N,...", help="compress ratio of each layer")
+    parser.add_argument("--experts", type=int, default=8, help="routed experts a layer")
+    parser.add_argument("--vocab", type=int, default=12032, help="rows of embedding and head; the published 129280 stand beside 43 layers")
+    parser.add_argument("--batch", type=int, default=1, help="sequences a process")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--split", action=argparse.BooleanOptionalAction, default=True, help="profile one more step")
+    parser.add_argument("--kernels", type=int, default=0, help="how many of the largest kernels to print")
+    parser.add_argument("--traces", type=Path, help="folder that keeps the profiles, a Chrome trace each")
+    parser.add_argument("--ep", type=int, default=-1, help="processes that share the experts; -1 = all")
+    parser.add_argument("--ep-group", default="own", choices=("own", "shared"), help="process group of the experts' all-to-all")
+    parser.add_argument("--prefetch", type=int, default=1, help="layers whose weights are gathered ahead")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu shows that it runs, and no more")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files written")
+    args = parser.parse_args(argv)
+
+    device = pick_device(args.device)
+    first = settings(args, "ours", args.seq_lens[0], "none")
+    if any(variant.startswith("ours") for variant in args.variants):
+        warm_kernels(first, device)
+    parallel = init_parallel(device, args.ep, 300.0, args.ep_group == "own")
+    check_experts(args.experts, parallel)
+    if parallel.rank == 0:
+        if device.type == "cuda":
+            print(", ".join(f"{name} {value}" for name, value in environment().items()))
+        model = first.model
+        sizes = f"hidden {model.hidden_size}, {model.num_heads} heads x {model.head_dim}, {args.experts} experts of {model.expert_dim}"
+        print(f"layers {args.ratios}, {sizes}, vocabulary {args.vocab}, {args.dtype}")
+        print(f"{parallel.world} processes, ep {parallel.sparse.size(1)}, ep group {args.ep_group}, prefetch {args.prefetch}, batch {args.batch}")
+    results = run(args, parallel)
+    if parallel.rank == 0:
+        print_split(results, args.kernels)
+        write(results, args.out)
+    shutdown()
+    return results
+
+
+if __name__ == "__main__":
+    main()
