@@ -132,23 +132,22 @@ def _plan(files: _Folder, shapes: dict[str, torch.Size], kinds: dict[str, bool],
     """Where every tensor of the model comes from; ConfigError that names what is missing, of no use, or of the wrong shape or dtype."""
     pieces: list[Piece] = []
     missing: list[str] = []
+    used: set[str] = set()
     for target, shape in shapes.items():
         layouts = file_layouts(target, shape)
         layout = max(layouts, key=lambda parts: sum(name in files.file_of for name, _ in parts))  # the first of them if none is there
         absent = [name for name, _ in layout if name not in files.file_of]
         missing += absent
+        used |= {name for name, _ in layout}
         pieces += [Piece(name, target, region, torch.float32) for name, region in layout] if not absent else []
-    used = {piece.source for piece in pieces}
     extra = [name for name in files.file_of if name not in used and (with_mtp or not name.startswith("mtp."))]
     problems = []
     if missing:
         hint = "; transformers saves no MTP block: --model.mtp-layers 0" if all(name.startswith("mtp.") for name in missing) else ""
         problems.append(f"missing {_some(missing)}{hint}")
-    if extra and not missing:
-        scale = any(name.endswith(("scale", "scale_inv")) for name in extra)
-        problems.append(f"of no use to this model: {_some(extra)}" + ("; quantised weights are not supported" if scale else ""))
-    elif extra:
-        problems.append(f"of no use to this model: {_some(extra)}")
+    if extra:
+        scaled = any(name.endswith(("scale", "scale_inv")) for name in extra)
+        problems.append(f"of no use to this model: {_some(extra)}" + ("; quantised weights are not supported" if scaled else ""))
     checked = []
     for piece in pieces if not problems else []:
         source = files.slice(piece.source)
