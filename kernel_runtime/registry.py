@@ -31,6 +31,7 @@ class ModelShape:
     index_dim: int
     index_topk: int
     sinkhorn_iters: int = 20
+    csa_ratio: int = 4  # the ratio whose layers have an overlapping compressor and an indexer, where `ratios` holds it
     dtype: str = "bf16"
 
 
@@ -43,6 +44,7 @@ PRESETS = {
 _TRAINER_NAMES = {
     "hidden": "hidden_size", "hc_mult": "hc_mult", "heads": "num_heads", "head_dim": "head_dim", "window": "window",
     "index_heads": "index_heads", "index_dim": "index_head_dim", "index_topk": "index_topk", "sinkhorn_iters": "hc_iters",
+    "csa_ratio": "csa_ratio",
 }  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def shape_of(config: Any, dtype: str | None = None) -> ModelShape:
     if ratios is not None:
         mtp = get("mtp_compress_ratio") if get("mtp_layers") else None
         found["ratios"] = compressed_ratios([*ratios, mtp or 0])
-    missing = [f.name for f in fields(ModelShape) if f.name not in found and f.name not in ("sinkhorn_iters", "dtype")]
+    missing = [f.name for f in fields(ModelShape) if f.name not in found and f.name not in ("sinkhorn_iters", "csa_ratio", "dtype")]
     if base is None and missing:
         raise ValueError(f"the model configuration lacks {', '.join(_TRAINER_NAMES.get(m, 'compress_ratios') for m in missing)}")
     shape = replace(base, **found) if base is not None else ModelShape(**found)

@@ -10,22 +10,30 @@ import pytest
 import torch
 
 from kernel_runtime import record
-from train_example.config import TINY
-from train_example.model import DeepSeekV4
+from kernel_runtime.registry import PRESETS, shape_of
+from train_example.config import FLASH, TINY
+from train_example.model import DeepSeekV4, fp32_islands
 
 pytestmark = pytest.mark.interpret
+TWO_LAYERS = dataclasses.replace(TINY, num_layers=2, compress_ratios=(4, 16), mtp_layers=0)
+# as large as it gets for the kernels, and small elsewhere
+FLASH_KERNELS = dataclasses.replace(
+    FLASH, num_layers=3, compress_ratios=(0, 4, 128), mtp_layers=0, num_experts=2, experts_per_token=1, expert_dim=16, vocab_size=64,
+    num_hash_layers=1, q_lora_rank=16, o_lora_rank=16, index_topk=16,
+)  # fmt: skip
 
 
-@pytest.mark.timeout(900)
-def test_a_step_launches_nothing_outside_the_plan():
+def check_steps(config, dtype, lengths):
+    """A training step of each length and an evaluation in between; every launch must be in the plan, with the arguments it declares."""
     from kernel_runtime.plan import plan_for
 
-    config = dataclasses.replace(TINY, num_layers=2, compress_ratios=(4, 16), mtp_layers=0)
     torch.manual_seed(0)
-    model = DeepSeekV4(config, impl="auto")
-    plan = plan_for(config, "fp32")
+    model = DeepSeekV4(config, impl="auto").to(dtype)
+    for island in fp32_islands(model):
+        island.float()
+    plan = plan_for(config, {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype])
     with record() as recording:
-        for length, training in ((20, True), (19, True), (23, False)):
+        for length, training in [*((length, True) for length in lengths), (lengths[-1] + 4, False)]:
             ids = torch.randint(0, config.vocab_size, (1, length + 1))
             with torch.set_grad_enabled(training):
                 loss = model(ids[:, :-1], ids[:, 1:]).loss
@@ -35,3 +43,40 @@ def test_a_step_launches_nothing_outside_the_plan():
     assert not recording.mismatches, recording.mismatches
     missing = [f"{s.name} {dict(s.types)} {dict(s.consts)}" for s in recording.specs if s not in plan]
     assert not missing, "launched but not in the plan:\n" + "\n".join(missing)
+
+
+@pytest.mark.timeout(900)
+def test_a_step_launches_nothing_outside_the_plan():
+    check_steps(TWO_LAYERS, torch.float32, (20, 19))
+
+
+@pytest.mark.parametrize("config", [TINY, FLASH_KERNELS], ids=["tiny", "flash"])
+def test_bf16_launches_nothing_outside_the_plan(config, monkeypatch):
+    """As the trainer does it: parameters in bf16 but for the islands. Launches are only listed here, so sizes do not matter."""
+    from kernel_runtime import launch
+
+    def launch_nothing(self, grid, *args):
+        for observer in launch.LAUNCH_OBSERVERS:
+            observer(self, args)
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                value.data.zero_()  # results are written by nobody, and indices must be indices
+
+    monkeypatch.setattr(launch.Spec, "launch", launch_nothing)
+    check_steps(config, torch.bfloat16, (40, 150))
+
+
+def test_csa_ratio_decides_which_layers_have_an_indexer():
+    """It need not be the smallest ratio, and a model may have no such layer."""
+    from kernel_runtime.plan import plan_for
+
+    def kernels(**changes):
+        plan = plan_for(dataclasses.replace(PRESETS["tiny"], **changes))
+        overlaps = {(spec.consts["R"], spec.consts["OVERLAP"]) for op, spec in plan if "OVERLAP" in spec.consts}
+        return overlaps, {op for op, _ in plan if op.startswith("indexer")}
+
+    overlaps, indexer = kernels(ratios=(4, 16), csa_ratio=16)
+    assert overlaps == {(4, False), (16, True)} and indexer
+    assert kernels(ratios=(16, 128)) == ({(16, False), (128, False)}, set())
+    assert kernels(ratios=()) == (set(), set())
+    assert shape_of(dataclasses.replace(TINY, csa_ratio=16)).csa_ratio == 16

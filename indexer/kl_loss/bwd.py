@@ -52,24 +52,27 @@ def indexer_kl_loss_bwd(
 
 
 def specs(shape: ModelShape) -> Iterator:
+    ratio = shape.csa_ratio
+    if ratio not in shape.ratios:
+        return  # no layer has an indexer
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[shape.dtype]
-    ratio = min(shape.ratios)  # the indexer belongs to the layers of the smaller ratio
-    index = (dtype, torch.float32, shape.index_heads, shape.index_dim)
+    indexers = [(dtype, weights, shape.index_heads, shape.index_dim) for weights in dict.fromkeys((dtype, torch.float32))]  # the op takes either
     attention = (dtype, shape.heads, shape.head_dim)
     yield span_spec(ratio, True, False)
     for table in (False, True):
-        yield slot_scores_spec(*index, shape.index_topk, ratio, table)
-        yield scores_spec(*index, ratio, table)
         for own in (False, True):
             yield slot_teacher_spec(*attention, shape.index_topk, ratio, table, own)
             yield dense_teacher_spec(*attention, ratio, table, own)
         for sparse in (True, False):
             for marginal in (False, True):
                 yield rows_spec(ratio, table, sparse, marginal)
-        for atomic in (False, True):
-            yield gradients_spec(*index, shape.index_topk, table, atomic)
-        for keys in (False, True):
-            yield dense_gradient_spec(*index, ratio, table, keys)
+        for index in indexers:
+            yield slot_scores_spec(*index, shape.index_topk, ratio, table)
+            yield scores_spec(*index, ratio, table)
+            for atomic in (False, True):
+                yield gradients_spec(*index, shape.index_topk, table, atomic)
+            for keys in (False, True):
+                yield dense_gradient_spec(*index, ratio, table, keys)
     yield owner_sum_spec(dtype, shape.index_dim)
     yield scale_spec(dtype, dtype)
     yield scale_spec(torch.float32, dtype)

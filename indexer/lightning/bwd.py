@@ -32,13 +32,14 @@ def lightning_indexer_bwd(
 
 
 def specs(shape: ModelShape) -> Iterator:
+    ratio = shape.csa_ratio
+    if ratio not in shape.ratios:
+        return  # no layer has an indexer
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[shape.dtype]
     heads, dim, topk = shape.index_heads, shape.index_dim, shape.index_topk
-    ratio = min(shape.ratios)  # the indexer belongs to the layers of the smaller ratio
     yield span_spec(ratio, True, False)
     yield span_spec(1, True, False)
     for table in (False, True):
-        yield scores_spec(dtype, torch.float32, heads, dim, ratio, table)
         width = NARROW
         while width <= SEGMENT:
             yield select_spec(topk, ratio, table, 0, width)
@@ -46,10 +47,12 @@ def specs(shape: ModelShape) -> Iterator:
         yield select_spec(topk, ratio, table, 1, SEGMENT)
         yield select_spec(topk, ratio, table, 2, NARROW)
         yield order_spec(topk, ratio, table, True)
-        for atomic in (False, True):
-            yield gradients_spec(dtype, torch.float32, heads, dim, topk, table, atomic)
-        yield gradients_spec(dtype, torch.float32, heads, dim, topk, table, False, npu=True)
-        yield scores_ascend_spec(dtype, torch.float32, heads, dim, ratio, table)
+        for weights in dict.fromkeys((dtype, torch.float32)):  # the ops take either
+            yield scores_spec(dtype, weights, heads, dim, ratio, table)
+            for atomic in (False, True):
+                yield gradients_spec(dtype, weights, heads, dim, topk, table, atomic)
+            yield gradients_spec(dtype, weights, heads, dim, topk, table, False, npu=True)
+            yield scores_ascend_spec(dtype, weights, heads, dim, ratio, table)
         for held in (False, True):
             yield select_ascend_spec(topk, ratio, table, held)
         yield order_ascend_spec(topk, ratio, table, True)

@@ -188,11 +188,11 @@ def compress_bwd(
 
 
 def specs(shape: ModelShape) -> Iterator[Spec]:
-    """Both directions of the compressors of a model: the smallest ratio overlaps (CSA: of keys and of the indexer's keys), others not."""
+    """Both directions of the compressors of a model: those of csa_ratio overlap (of keys and of the indexer's keys), others do not."""
     dtype = {name: dtype for dtype, name in TRITON_DTYPE.items()}[shape.dtype]
     tiles = set()
     for ratio in shape.ratios:
-        overlap = ratio == min(shape.ratios)
+        overlap = ratio == shape.csa_ratio
         for D in dict.fromkeys((shape.head_dim, shape.index_dim) if overlap else (shape.head_dim,)):
             tiles.add(bias_tile(ratio * D * (2 if overlap else 1)))
             for packed in (False, True):
