@@ -39,6 +39,7 @@ from sparse_attn.shared_kv.fwd import (
 )
 from sparse_attn.shared_kv.owner import owner_lists, owner_spec, owner_sum
 from sparse_attn.shared_kv.places import NUMBER, RIGHT_ALIGNED, places_of, places_spec
+from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
 
 # P^T, dZ^T and partial rows of a chunk of queries stay below this
 CHUNK_BYTES = 1 << 30
@@ -314,6 +315,7 @@ def attention_bwd(
     rows = lse.numel() // N
     dq = torch.empty_like(q)
     delta = torch.empty_like(lse)
+    dsinks = q.new_empty(0) if sinks is None else torch.zeros_like(sinks)
     dori = torch.zeros(ori_kv.shape, dtype=torch.float32, device=q.device)
     dcmp = torch.zeros(0 if cmp_kv is None else cmp_kv.shape, dtype=torch.float32, device=q.device)
     if rows:
@@ -349,7 +351,8 @@ def attention_bwd(
                 if part is not None:
                     entries = dcmp.numel() // D
                     owner_sum(part, *owner_lists(indices, places, row0, count, K, entries), dcmp, npu)
-    dsinks = _dsinks(sinks, lse, delta, q)
+        if sinks is not None:
+            dsinks = sink_gradient(sinks, lse, delta)
     return dq, dori.to(dtype), q.new_empty(0) if cmp_kv is None else dcmp.to(dtype), dsinks
 
 
@@ -364,14 +367,6 @@ def _add_range(
         tasks = triton.cdiv(keys, spec.consts["BM"]) * triton.cdiv(D, spec.consts["BD"])
         grid = (grid_size(q.device, tasks, npu),)
         spec.launch(grid, q, dout, places, p, dz, dkv, tasks, keys, row0, count, first_slot, slots, count.bit_length())
-
-
-def _dsinks(sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """-sum over queries of exp(sink - LSE) * delta; an infinite sink is a constant."""
-    if sinks is None:
-        return q.new_empty(0)
-    share = torch.where(sinks.isfinite(), torch.exp(sinks - lse), 0.0)
-    return -(share * delta).reshape(-1, sinks.numel()).sum(0)
 
 
 def specs(shape: ModelShape) -> Iterator[Spec]:
@@ -392,3 +387,4 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     for partial, npu in ((False, False), (True, False), (True, True)):
         yield selected_spec(dtype, N, D, partial, npu)
     yield owner_spec(dtype, D)
+    yield sink_gradient_spec(N)

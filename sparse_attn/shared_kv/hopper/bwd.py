@@ -31,6 +31,7 @@ from sparse_attn.shared_kv.hopper.owner_sum import (
 )
 from sparse_attn.shared_kv.hopper.probs import probs_spec
 from sparse_attn.shared_kv.places import places_of
+from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
 
 BN = 32  # keys of a tile
 CHUNK_BYTES = 3 << 29  # partial rows of a chunk of queries
@@ -53,35 +54,6 @@ def delta_spec(dtype: torch.dtype, D: int) -> Spec:
     x = f"*{TRITON_DTYPE[dtype]}"
     types = {"out": x, "dout": x, "delta": "*fp32", "heads": "i32"}
     return Spec(delta_kernel, types=types, consts={"D": D, "BM": 16}, targets=("cuda",))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def sink_gradient_kernel(sinks, lse, delta, part, rows, N: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr):
-    """part [programs, N]: what BM queries add to -sum exp(sink - LSE) * delta; an infinite sink is a constant."""
-    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    h = tl.arange(0, NP)
-    on = (r < rows)[:, None] & (h < N)[None, :]
-    offset = r[:, None] * N + h[None, :]
-    sink = tl.load(sinks + h, mask=h < N, other=float("inf"))
-    finite = (sink > float("-inf")) & (sink < float("inf"))
-    share = tl.exp(sink[None, :] - tl.load(lse + offset, mask=on, other=float("inf")))
-    total = tl.sum(tl.where(on & finite[None, :], share * tl.load(delta + offset, mask=on, other=0.0), 0.0), 0)
-    tl.store(part + tl.program_id(0) * N + h, -total, mask=h < N)
-
-
-@cache
-def sink_gradient_spec(N: int) -> Spec:
-    types = {"sinks": "*fp32", "lse": "*fp32", "delta": "*fp32", "part": "*fp32", "rows": "i32"}
-    return Spec(sink_gradient_kernel, types=types, consts={"N": N, "NP": triton.next_power_of_2(N), "BM": 64}, targets=("cuda",))
-
-
-def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """[N] fp32 from lse and delta [..., N]; two steps in a fixed order."""
-    N = sinks.shape[0]
-    rows = lse.numel() // N
-    part = torch.empty((triton.cdiv(rows, 64), N), dtype=torch.float32, device=lse.device)
-    sink_gradient_spec(N).launch((part.shape[0],), sinks.contiguous(), lse, delta, part, rows)
-    return part.sum(0)
 
 
 @cache

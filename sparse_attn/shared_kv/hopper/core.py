@@ -6,40 +6,14 @@ A query's tiles of BN keys are its window's, then its compressed ones'; the last
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernel_runtime.launch import Spec
-from sparse_attn.shared_kv.core import used_slots
+from sparse_attn.shared_kv.used import used_of as used_of
+from sparse_attn.shared_kv.used import used_spec as used_spec
 
 HEADS = 64  # rows of a wgmma tile: the heads of one program; more heads are more programs, fewer are padded
-
-
-@triton.jit(do_not_specialize=["K"])
-def used_kernel(indices, places, used, K, BK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    visible = tl.load(places + row * 4 + 3) - tl.load(places + row * 4 + 2)
-    tl.store(used + row, used_slots(indices, row * K, K, visible, BK))
-
-
-@cache
-def used_spec() -> Spec:
-    types = {"indices": "*i32", "places": "*i32", "used": "*i32", "K": "i32"}
-    return Spec(used_kernel, types=types, consts={"BK": 512}, num_warps=1, targets=("cuda",))
-
-
-def used_of(indices: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[rows] int32: one past the last slot that counts of every query. A pass of its own, 4 K bytes a query: a program that had to read its
-    whole list before its first tile would start late."""
-    used = torch.empty(places.shape[0], dtype=torch.int32, device=places.device)
-    used_spec().launch((places.shape[0],), indices, places, used, indices.shape[-1])
-    return used
 
 
 @gluon.constexpr_function
