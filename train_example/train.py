@@ -276,8 +276,8 @@ class Trace:
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status: 0, 2 for settings that cannot work, 1 for a loss that is not finite, 130 for Ctrl-C.
 
-    Each of these is said in one line, by the first process of a host (all processes of a host end for the same reason). Anything else is
-    an exception with its traceback, and status 1.
+    Each of these is said in one line, by the first process of a host (all processes of a host end for the same reason). So is the loss of
+    another process, with status 1, by each one that notices. Anything else is an exception with its traceback, and status 1.
     """
     try:
         train(parse(argv))
@@ -289,8 +289,25 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("interrupted; --resume latest goes on from the last checkpoint (--save-every says how often there is one)")
         return 130
+    except RuntimeError as error:
+        if not connection_lost(error):
+            raise
+        reason = str(error).splitlines()[0]
+        # from every process: each may have noticed in another way, and the first of the host may be the one that is gone
+        print(
+            f"error: rank {dist.get_rank()}: another process died, or did not answer within --step-timeout seconds; "
+            f"--resume latest goes on from the last checkpoint ({reason})",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 1
     shutdown()
     return 0
+
+
+def connection_lost(error: RuntimeError) -> bool:
+    """Whether a collective failed. NCCL's failures mostly end the process from a thread of torch's; gloo's have no type of their own."""
+    return dist.is_initialized() and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
 
 
 def _complain(message: str) -> None:
@@ -299,4 +316,7 @@ def _complain(message: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == 1 and dist.is_initialized():
+        os._exit(status)  # taking down a group whose peer is gone could wait for it
+    sys.exit(status)

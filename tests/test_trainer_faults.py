@@ -1,0 +1,160 @@
+"""A process that is killed or hangs: the others end in time with a message, and the last checkpoint is whole and goes on elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_trainer_config import ROOT, SMALL_ARGS
+from tests.trainer_util import run_config
+from train_example import checkpoint
+from train_example import train as trainer
+from train_example.metrics import read_metrics
+from train_example.train import connection_lost, main
+
+STEP_TIMEOUT = 6  # seconds
+STEPS = 100_000
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL between two GPUs; needs both")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])]
+
+
+class Run:
+    """Two processes that train and save after every step, under torchrun or on their own."""
+
+    def __init__(self, out: Path, device: str, torchrun: bool) -> None:
+        self.out, self.device = out, device
+        (out.parent / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 60)
+        command = ["-m", "train_example.train", *self.settings(), "--out", str(out), "--steps", str(STEPS), "--save-every", "1", "--log-every", "1"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        if torchrun:
+            places = [(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], {})]
+        else:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            places = [([], {**where, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+        self.log = out.parent / "said.txt"
+        with self.log.open("w") as log:
+            self.procs = [
+                subprocess.Popen([sys.executable, *launcher, *command], cwd=out.parent, env={**env, **more}, stdout=log, stderr=log)
+                for launcher, more in places
+            ]
+
+    def settings(self) -> list[str]:
+        run = ["--device", self.device, "--impl", "eager", "--batch", "1", "--seq-len", "16", "--eval-every", "0", "--keep", "3"]
+        return [*SMALL_ARGS, *run, "--step-timeout", str(STEP_TIMEOUT), "--data", str(self.out.parent / "text.txt")]
+
+    def wait_for(self, what: str, seconds: float = 120) -> None:
+        end = time.monotonic() + seconds
+        while not any((self.out / "checkpoints").glob(what)):
+            assert all(proc.poll() is None for proc in self.procs), self.log.read_text()
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+
+    def pid(self, rank: int) -> int:
+        """Of the process with this RANK among the processes started here and their children."""
+        for pid in self._family():
+            if {f"RANK={rank}".encode(), b"WORLD_SIZE=2"} <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                return pid
+        raise AssertionError(f"no process of rank {rank}")
+
+    def _family(self) -> set[int]:
+        own = {proc.pid for proc in self.procs if proc.poll() is None}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # one that has just ended
+                if int(stat.read_text().rpartition(")")[2].split()[1]) in own:
+                    own.add(int(stat.parent.name))
+        return own
+
+    def end(self) -> None:
+        for pid in self._family():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for proc in self.procs:
+            proc.wait(30)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kill_one_of_two(tmp_path, device):
+    """Under torchrun, in the middle of a save. One process then goes on from what is there."""
+    run = Run(tmp_path / "run", device, torchrun=True)
+    try:
+        run.wait_for("step_*3/train_state.json")
+        run.wait_for(".step_*.tmp")
+        os.kill(run.pid(1), signal.SIGKILL)
+        killed = time.monotonic()
+        status = run.procs[0].wait(STEP_TIMEOUT + 30)
+        took = time.monotonic() - killed
+    finally:
+        run.end()
+    said = run.log.read_text()
+    print(f"torchrun ended {took:.1f} s after rank 1 was killed, status {status}")
+    assert status == 1, said
+    assert took < STEP_TIMEOUT + 10, took
+    assert re.search(r"exitcode\s*: -9", said), said
+    newest = checkpoint.find("latest", run.out / "checkpoints")
+    done = int(newest.name.removeprefix("step_"))
+    assert [row["step"] for row in read_metrics(run.out / "metrics.jsonl")][:done] == list(range(1, done + 1))
+    assert main([*run.settings(), "--out", str(run.out), "--resume", "latest", "--steps", str(done + 1)]) == 0
+    rows = read_metrics(run.out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, done + 2))
+    assert rows[-1]["tokens"] == 16 * (2 * done + 1), "the place in the data, with one process instead of two"
+    assert not list((run.out / "checkpoints").glob(f".step_{done + 1:08d}.tmp"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_of_two_hangs(tmp_path, device):
+    """Without torchrun nobody watches but the timeout: long (1800 s) up to the first step, step_timeout behind it."""
+    run = Run(tmp_path / "run", device, torchrun=False)
+    try:
+        run.wait_for("step_*2/train_state.json")
+        os.kill(run.pid(1), signal.SIGSTOP)
+        stopped = time.monotonic()
+        status = run.procs[0].wait(STEP_TIMEOUT + 60)
+        took = time.monotonic() - stopped
+    finally:
+        run.end()
+    said = run.log.read_text()
+    print(f"rank 0 ended {took:.1f} s after rank 1 stopped, status {status}, step timeout {STEP_TIMEOUT} s")
+    if device == "cpu":
+        assert status == 1, said
+        assert STEP_TIMEOUT - 1 < took < STEP_TIMEOUT + 5, took
+        line = next(line for line in said.splitlines() if line.startswith("error: "))
+        assert "rank 0: another process died, or did not answer within --step-timeout seconds; --resume latest goes on" in line
+        assert "Traceback" not in said
+    else:  # torch's watchdog ends the process
+        assert status not in (0, None), said
+        assert "timeout" in said.lower(), said
+    assert checkpoint.find("latest", run.out / "checkpoints").name >= "step_00000002"
+
+
+def test_timeouts_are_set_behind_the_first_step_alone(monkeypatch, tmp_path):
+    seen: list[Any] = []
+    step, start = trainer.train_step, trainer.init_parallel
+    monkeypatch.setattr(trainer, "init_parallel", lambda *args: (seen.append(args[2]), start(*args))[1])
+    monkeypatch.setattr(trainer, "train_step", lambda *args: (seen.append("step"), step(*args))[1])
+    monkeypatch.setattr(trainer, "set_timeouts", lambda parallel, seconds: seen.append(seconds))
+    settings = ["--startup-timeout", "900", "--step-timeout", "70", "--steps", "3", "--batch", "1", "--seq-len", "16", "--eval-every", "0"]
+    assert main([*SMALL_ARGS, "--device", "cpu", "--out", str(tmp_path), "--save-every", "0", *settings]) == 0
+    assert seen == [900.0, "step", 70.0, "step", "step"]
+
+
+def test_what_counts_as_a_lost_connection(monkeypatch):
+    gloo = RuntimeError("[/a/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+    assert not connection_lost(gloo), "without a process group there is nothing to lose"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert connection_lost(gloo)
+    assert connection_lost(torch.distributed.DistBackendError("NCCL error"))
+    assert not connection_lost(RuntimeError("shapes differ"))
+    assert run_config().step_timeout < run_config().startup_timeout
