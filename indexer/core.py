@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from kernel_runtime.kernels import INTERPRETING, dot
-from kernel_runtime.launch import Spec
+from kernel_runtime.launch import ON_ASCEND, Spec
 
 BLOCK_SPAN = 256
+ASCEND = tl.constexpr(ON_ASCEND)
 
 
 @triton.jit
@@ -24,6 +25,15 @@ def product(a, b, acc):
         return tl.dot(a, b, acc, input_precision="ieee")
     else:
         return dot(a, b, acc)
+
+
+@triton.jit
+def relu(x):
+    """max(x, 0). A NaN stays one, as in the reference; on Ascend, where that would cost a comparison, it is what the hardware makes of it."""
+    if ASCEND:
+        return tl.maximum(x, 0.0)
+    else:
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

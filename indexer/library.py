@@ -1,5 +1,7 @@
 """The registered ops of this package (torch.ops.indexer.*) and the checks that its public functions share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -97,3 +99,16 @@ def resolve_deterministic(op: str, deterministic: bool | None) -> bool:
         return torch.are_deterministic_algorithms_enabled()
     check_bool(op, "deterministic", deterministic)
     return deterministic
+
+
+@contextmanager
+def eager_deterministic(wanted: bool) -> Iterator[None]:
+    """PyTorch's own switch while an op's eager body runs: its gathers add their gradients in no fixed order otherwise."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted and not before:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        if wanted and not before:
+            torch.use_deterministic_algorithms(before, warn_only=warns)

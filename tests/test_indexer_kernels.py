@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from indexer import lightning_indexer
+from kernel_runtime import interpreting
 from reference import indexer as reference
 from reference.cases import indexer as cases
 from reference.cases import relative_error
@@ -135,7 +136,7 @@ def gradients(case, device, inputs, deterministic, impl):
 
 
 # 16 bit: dS', the partial rows of dk and the results are rounded; the interpreter truncates bf16 stores, which doubles their error
-GRADIENT_LIMIT = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+GRADIENT_LIMIT = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2 if interpreting() else 6e-3}
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda c: c.name)

@@ -236,7 +236,7 @@ def test_loss_opcheck(case, dtype, form):
     inputs = index_inputs(case, dtype)
     indices, options = kl_options(case, form, dtype)
     _, layout = layout_of(case)
-    constants = (indices, *(options.get(name) for name in ("teacher", "q", "cmp_kv", "lse")))
+    constants = (indices, *(options.get(name) for name in ("teacher", "q", "cmp_kv", "lse", "scores")))
     for wanted in (True, False):
         check_opcheck(kl_op.LOSS, (*inputs, *constants, 0.2, options["target"], *layout, wanted, False, "eager"))
     _, _, *grads = kl_op.LOSS(*inputs, *constants, 0.2, options["target"], *layout, True, False, "eager")
@@ -335,6 +335,9 @@ TEACHER = torch.zeros(2, 6, 3)
         (INDICES, ATTENTION | dict(denominator=torch.tensor(1j)), TypeError, "denominator has dtype complex64, wanted a real number"),
         (INDICES, ATTENTION | dict(lse=ATTENTION["lse"].double()), TypeError, "lse has dtype float64, wanted float32"),
         (INDICES, dict(teacher=TEACHER.double()), TypeError, "teacher has dtype float64, wanted float32"),
+        (None, ATTENTION | dict(scores=TEACHER), ValueError, "scores with indices=None"),
+        (INDICES, ATTENTION | dict(scores=TEACHER.bfloat16()), TypeError, "scores has dtype bfloat16, wanted float32"),
+        (INDICES, ATTENTION | dict(scores=TEACHER[..., :2]), ValueError, r"scores has shape \[2, 6, 2\], wanted \[2, 6, 3\]"),
         (INDICES.to_sparse(), ATTENTION, TypeError, "indices must be a strided tensor, got layout sparse_coo"),
     ],
 )
@@ -409,6 +412,21 @@ def test_deterministic_follows_torch(monkeypatch):
             monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda answer=answer: answer)
             indexer_kl_loss(*index_inputs(BSND), indices, **options, deterministic=asked)
     assert seen == [False, True, False, True]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_eager_form_inside_the_op_is_deterministic_too(monkeypatch, wanted):
+    """PyTorch's switch is on while the eager gradients are made, and as it was afterwards."""
+    seen = []
+    for module, name in ((loss_reference, "kl_of_rows"), (reference, "selected_scores")):
+        original = getattr(module, name)
+        note = lambda *a, f=original, **k: seen.append(torch.are_deterministic_algorithms_enabled()) or f(*a, **k)  # noqa: E731 - bound to this pass of the loop
+        monkeypatch.setattr(module, name, note)
+    indices, options = kl_options(BSND, "given")
+    leaves = [x.requires_grad_() for x in index_inputs(BSND)]
+    indexer_kl_loss(*leaves, indices, **options, deterministic=wanted).backward()
+    lightning_indexer(*leaves, BSND.topk, deterministic=wanted)[1].nan_to_num(neginf=0).sum().backward()
+    assert seen == [wanted, wanted] and not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("op", ["scores", "loss"])

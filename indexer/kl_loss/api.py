@@ -40,6 +40,7 @@ def indexer_kl_loss(
     q: Tensor | None = None,
     cmp_kv: Tensor | None = None,
     lse: Tensor | None = None,
+    scores: Tensor | None = None,
     softmax_scale: float | None = None,
     target: str = "joint",
     cmp_ratio: int = 4,
@@ -65,6 +66,9 @@ def indexer_kl_loss(
                   cmp_kv and lse are not used. Not with indices=None, not with target="compressed".
     q, cmp_kv     [B, S, N, D] and [B, S3, D], or [T, N, D] and [T3, D], of one dtype: the main attention's, to compute the teacher here.
     lse           fp32 [B, S, N] or [T, N], natural log, of window, compressed blocks and sink; not used by "compressed".
+    scores        fp32 [B, S, K] or [T, K]: what lightning_indexer returned with these indices for the same q_index, k_index and weights, so
+                  that the kernels need not compute them again. Values alone, no gradient flows into them; that they match is up to the
+                  caller. The eager forms compute their own. Not with indices=None.
     softmax_scale scale of q . cmp_kv; None is D ** -0.5.
     target        "joint": exp(z - lse), mean over heads, normalised over the slots. "compressed": a softmax over the slots for each head,
                   then their mean. "marginal": as "joint", each token weighted by its mass Z on the slots.
@@ -73,6 +77,7 @@ def indexer_kl_loss(
     denominator   a positive number or a scalar tensor on the device of q_index (the global number of tokens, say).
     coefficient   a number, factor of the loss.
     deterministic sums the gradient of k_index in a fixed order; None follows torch.are_deterministic_algorithms_enabled().
+                  impl="eager" is plain autograd and follows PyTorch's own switch alone.
     impl          "auto", "triton" or "eager", see kernel_runtime.impl.
 
     Returns a scalar, fp32 (fp64 for fp64 inputs), differentiable in q_index, k_index and weights only; the main attention's tensors are
@@ -85,6 +90,7 @@ def indexer_kl_loss(
     check_choice(OP, "target", target, TARGETS)
     check_choice(OP, "reduction", reduction, REDUCTIONS)
     _check_indices(indices, q_index)
+    _check_scores(scores, indices, q_index)
     if teacher is not None:
         _check_given_teacher(teacher, indices, target, q_index)
         q = cmp_kv = lse = None
@@ -104,7 +110,7 @@ def indexer_kl_loss(
             q_offset=q_offset, reduction=reduction, denominator=denominator, coefficient=coefficient,
         )  # fmt: skip
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q_index, k_index, weights))
-    constants = tuple(None if x is None else x.detach() for x in (indices, teacher, q, cmp_kv, lse))
+    constants = tuple(None if x is None else x.detach() for x in (indices, teacher, q, cmp_kv, lse, scores))
     options = (reduction == "mean", denominator, coefficient)
     rest = (scale, target, *layout, gradients, deterministic, how)
     return apply_function(IndexerKLLoss, q_index, k_index, weights, *options, *constants, *rest)
@@ -115,6 +121,16 @@ def _check_indices(indices: Tensor | None, q_index: Tensor) -> None:
         check_dtype(OP, "indices", indices, (torch.int32,))
         check_shape(OP, "indices", indices, [*q_index.shape[:-2], "K"])
         check_same(OP, "indices", indices, "q_index", q_index, dtype=False)
+
+
+def _check_scores(scores: Tensor | None, indices: Tensor | None, q_index: Tensor) -> None:
+    if scores is None:
+        return
+    if indices is None:
+        raise ValueError(f"{OP}: scores with indices=None; scores belong to selected slots, the dense form computes its own")
+    check_dtype(OP, "scores", scores, _wide(q_index))
+    check_shape(OP, "scores", scores, indices.shape)
+    check_same(OP, "scores", scores, "q_index", q_index, dtype=False)
 
 
 def _check_given_teacher(teacher: Tensor, indices: Tensor | None, target: str, q_index: Tensor) -> None:

@@ -63,9 +63,9 @@ def specs(shape: ModelShape) -> Iterator:
         for own in (False, True):
             yield slot_teacher_spec(*attention, shape.index_topk, ratio, table, own)
             yield dense_teacher_spec(*attention, ratio, table, own)
-        for sparse in (True, False):
+        for slots in (0, shape.index_topk):
             for marginal in (False, True):
-                yield rows_spec(ratio, table, sparse, marginal)
+                yield rows_spec(ratio, table, slots, marginal)
         for index in indexers:
             yield slot_scores_spec(*index, shape.index_topk, ratio, table)
             yield scores_spec(*index, ratio, table)

@@ -22,10 +22,11 @@ BLOCK_COLUMNS = 1024
 
 @triton.jit(do_not_specialize=["b0", "i0", "n", "S", "S3", "rows", "q_offset", "width"])
 def rows_kernel(
-    scores, teacher, indices, span, loss, counted, b0, i0, n, S, S3, rows, q_offset, width,
+    scores, teacher, indices, span, dscores, loss, counted, b0, i0, n, S, S3, rows, q_offset, width,
     R: tl.constexpr, TABLE: tl.constexpr, SPARSE: tl.constexpr, MARGINAL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Loss of a row, whether it counts, and dI in place of its scores; rows [batches, n, width], width = K (SPARSE) or S3.
+    """Loss of a row, whether it counts, and dI of its scores (in their place, if dscores is scores); rows [batches, n, width], width = K
+    (SPARSE) or S3.
 
     The first pass finds the softmax's maximum and sum and the teacher's mass, the second one reads scores and teacher again.
     """
@@ -65,14 +66,14 @@ def rows_kernel(
             on = (index >= 0) & (index < count)
         x = tl.load(scores + base + j + c, mask=on, other=float("-inf")) - top
         u = tl.load(teacher + base + j + c, mask=on, other=0.0)
-        p = u / tl.where(counts, mass, 1.0)  # exactly 1 on a single slot
+        p = tl.where(u == mass, 1.0, u / tl.where(counts, mass, 1.0))  # exactly 1 on a single slot; a GPU's division is not
         value += tl.sum(tl.where(p > 0.0, p * (tl.log(tl.where(p > 0.0, p, 1.0)) - tl.where(on, x, 0.0) + log_total), 0.0), 0)
         predicted = tl.exp(x) / total
         if MARGINAL:
             gradient = mass * predicted - u
         else:
             gradient = predicted - p
-        tl.store(scores + base + j + c, tl.where(on, tl.where(counts, gradient, 0.0), 0.0), mask=j + c < end)
+        tl.store(dscores + base + j + c, tl.where(on, tl.where(counts, gradient, 0.0), 0.0), mask=j + c < end)
     if MARGINAL:
         value *= mass
     tl.store(loss + row, tl.where(counts, value, 0.0))
@@ -80,13 +81,17 @@ def rows_kernel(
 
 
 @cache
-def rows_spec(cmp_ratio: int, table: bool, sparse: bool, marginal: bool) -> Spec:
+def rows_spec(cmp_ratio: int, table: bool, slots: int, marginal: bool) -> Spec:
+    """slots: K of the sparse form, 0 for the dense form."""
+    block = min(BLOCK_COLUMNS, max(256, triton.next_power_of_2(slots))) if slots else BLOCK_COLUMNS
     return Spec(
         rows_kernel,
-        types={"scores": "*fp32", "teacher": "*fp32", "indices": "*i32", "span": "*i32", "loss": "*fp32", "counted": "*i32"}
+        types={"scores": "*fp32", "teacher": "*fp32", "indices": "*i32", "span": "*i32", "dscores": "*fp32", "loss": "*fp32"}
+        | {"counted": "*i32"}
         | dense.CHUNK_TYPES
         | {"width": "i32"},
-        consts={"R": cmp_ratio, "TABLE": table, "SPARSE": sparse, "MARGINAL": marginal, "BC": BLOCK_COLUMNS},
+        consts={"R": cmp_ratio, "TABLE": table, "SPARSE": slots > 0, "MARGINAL": marginal, "BC": block},
+        num_warps=max(1, block // 256),
     )
 
 
@@ -114,6 +119,7 @@ def indexer_kl_loss_fwd(
     q: torch.Tensor | None,
     cmp_kv: torch.Tensor | None,
     lse: torch.Tensor | None,
+    scores: torch.Tensor | None,
     softmax_scale: float,
     target: str,
     cmp_ratio: int,
@@ -125,7 +131,7 @@ def indexer_kl_loss_fwd(
     deterministic: bool,
 ) -> tuple[torch.Tensor, ...]:
     q_index, k_index, weights = q_index.contiguous(), k_index.contiguous(), weights.contiguous()
-    indices, teacher, q, cmp_kv, lse = (None if x is None else x.contiguous() for x in (indices, teacher, q, cmp_kv, lse))
+    indices, teacher, q, cmp_kv, lse, scores = (None if x is None else x.contiguous() for x in (indices, teacher, q, cmp_kv, lse, scores))
     lse = None if target == "compressed" else lse
     batch, queries = (1, q_index.shape[0]) if q_index.dim() == 3 else q_index.shape[:2]
     keys = k_index.shape[-2]
@@ -145,25 +151,28 @@ def indexer_kl_loss_fwd(
             raise ValueError("indexer_kl_loss: indices=None without q and cmp_kv")
         grads = _dense(x, q, cmp_kv, lse, softmax_scale, loss, counted, gradients)
     else:
-        scores = slot_scores(q_index, k_index, weights, indices, span, cmp_ratio, q_offset)
+        dscores = torch.empty(indices.shape, dtype=torch.float32, device=device)
+        if scores is None:
+            slot_scores(q_index, k_index, weights, indices, span, cmp_ratio, q_offset, dscores)
+            scores = dscores
         if teacher is None:
             if q is None or cmp_kv is None:
                 raise ValueError("indexer_kl_loss: neither teacher nor q and cmp_kv")
             teacher = slot_teacher(q, cmp_kv, lse, indices, span, softmax_scale, cmp_ratio, q_offset)
-        _loss_of_rows(x, scores, teacher, indices, loss, counted, 0, 0, batch, queries, width)
+        _loss_of_rows(x, scores, teacher, indices, dscores, loss, counted, 0, 0, batch, queries, width)
         if gradients:
-            grads = slot_gradients(q_index, k_index, weights, indices, scores, span, deterministic)
+            grads = slot_gradients(q_index, k_index, weights, indices, dscores, span, deterministic)
     if not gradients:
         grads = q_index.new_empty(0), loss.new_empty(0), loss.new_empty(0)
     return loss.sum(), counted.sum(dtype=torch.int32), *grads
 
 
 def _loss_of_rows(
-    x: Problem, scores: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor | None, loss: torch.Tensor, counted: torch.Tensor,
-    b0: int, i0: int, batches: int, n: int, width: int,
+    x: Problem, scores: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor | None, dscores: torch.Tensor, loss: torch.Tensor,
+    counted: torch.Tensor, b0: int, i0: int, batches: int, n: int, width: int,
 ) -> None:  # fmt: skip
-    spec = rows_spec(x.cmp_ratio, x.span is not None, indices is not None, x.marginal)
-    tensors = (scores, teacher, counted if indices is None else indices, counted if x.span is None else x.span, loss, counted)
+    spec = rows_spec(x.cmp_ratio, x.span is not None, 0 if indices is None else width, x.marginal)
+    tensors = (scores, teacher, counted if indices is None else indices, counted if x.span is None else x.span, dscores, loss, counted)
     spec.launch((n, batches), *tensors, b0, i0, n, x.queries, x.keys, x.batch * x.queries, x.q_offset, width)
 
 
@@ -200,7 +209,7 @@ def _dense(
             if make_lse:
                 own.launch((blocks, some), q, cmp_kv, span, lse, scale, *sizes)
             teach.launch((blocks * triton.cdiv(x.keys, teach.consts["BK"]), some), q, cmp_kv, lse, span, teacher, scale, *sizes)
-            _loss_of_rows(x, scores, teacher, None, loss, counted, b0, i0, some, n, x.keys)
+            _loss_of_rows(x, scores, teacher, None, scores, loss, counted, b0, i0, some, n, x.keys)
             if gradients:
                 inputs = (x.q, x.k, x.weights, scores, span)
                 for_q.launch((n, some, triton.cdiv(heads, for_q.consts["HB"])), *inputs, dq, dweights, *sizes)

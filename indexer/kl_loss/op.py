@@ -4,17 +4,17 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy
 
-from indexer.library import LAYOUT_SCHEMA, OPS, offset_of
+from indexer.library import LAYOUT_SCHEMA, OPS, eager_deterministic, offset_of
 from kernel_runtime import eager_vjp, register_specs
 from reference import indexer as scores_reference
 from reference import indexer_loss as reference
 
 
 def _loss(
-    q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, softmax_scale, target,
+    q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scores, softmax_scale, target,
     cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset, q_offsets, gradients, deterministic,
 ):  # fmt: skip
-    found = []
+    found = []  # scores are not taken: the gradients need the products that they come from
 
     def total(q_index, k_index, weights):
         rows, valid = reference.indexer_kl_rows(
@@ -27,14 +27,15 @@ def _loss(
     dtype = scores_reference.compute_dtype(q_index)
     leaves = [q_index, k_index.to(dtype), weights.to(dtype)]  # gradients of k and weights stay in the dtype of the sums
     if gradients:
-        grads = eager_vjp(total, leaves, [torch.ones((), dtype=dtype, device=q_index.device)])
+        with eager_deterministic(deterministic):
+            grads = eager_vjp(total, leaves, [torch.ones((), dtype=dtype, device=q_index.device)])
     else:
         total(*leaves)
         grads = tuple(x.new_empty(0) for x in leaves)
     return *found, *grads
 
 
-def _fake_loss(q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, softmax_scale, target, *options):
+def _fake_loss(q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scores, softmax_scale, target, *options):
     dtype = torch.float64 if q_index.dtype == torch.float64 else torch.float32
     device, gradients = q_index.device, options[-2]
     total, count = torch.empty((), dtype=dtype, device=device), torch.empty((), dtype=torch.int32, device=device)
@@ -46,7 +47,7 @@ def _fake_loss(q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, soft
 # d(total)/d(weights) in fp32 (fp64 for fp64), or three empty tensors without `gradients`.
 LOSS = OPS.register(
     "indexer_kl_loss(Tensor q_index, Tensor k_index, Tensor weights, Tensor? indices, Tensor? teacher, Tensor? q, Tensor? cmp_kv,"
-    f" Tensor? lse, float softmax_scale, str target, {LAYOUT_SCHEMA}, bool gradients, bool deterministic, str impl)"
+    f" Tensor? lse, Tensor? scores, float softmax_scale, str target, {LAYOUT_SCHEMA}, bool gradients, bool deterministic, str impl)"
     " -> (Tensor total, Tensor count, Tensor dq_index, Tensor dk_index, Tensor dweights)",
     fake=_fake_loss,
     eager=_loss,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from indexer.core import product, visible
+from indexer.core import product, relu, visible
 from kernel_runtime.launch import ON_ASCEND, TRITON_DTYPE, Spec
 
 BLOCK_HEADS = 64
@@ -55,7 +55,7 @@ def slot_scores_kernel(
         block = tl.load(keys + index[:, None].to(tl.int64) * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0)
         if HB >= H:
             products = product(block, q_t, tl.zeros([BS, HB], tl.float32))
-            total = tl.sum(tl.maximum(products, 0.0) * w[None, :], 1)
+            total = tl.sum(relu(products) * w[None, :], 1)
         else:
             total = tl.zeros([BS], tl.float32)
             for h in range(0, H, HB):
@@ -63,7 +63,7 @@ def slot_scores_kernel(
                 q_t = tl.trans(tl.load(q_tile + h * D, mask=more[:, None] & (d < D)[None, :], other=0.0))
                 w = tl.load(w_tile + h, mask=more, other=0.0).to(tl.float32)
                 products = product(block, q_t, tl.zeros([BS, HB], tl.float32))
-                total += tl.sum(tl.maximum(products, 0.0) * w[None, :], 1)
+                total += tl.sum(relu(products) * w[None, :], 1)
         tl.store(scores + row * K + j + n, total, mask=j + n < K)
 
 
@@ -170,16 +170,15 @@ def slot_teacher_spec(dtype: torch.dtype, heads: int, dim: int, slots: int, cmp_
 
 
 def slot_scores(
-    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, span: torch.Tensor | None, cmp_ratio: int, q_offset: int
-) -> torch.Tensor:
-    """fp32 [.., K] like `indices`; contiguous inputs, span as of `visible_table`."""
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, span: torch.Tensor | None, cmp_ratio: int, q_offset: int,
+    scores: torch.Tensor,
+) -> None:  # fmt: skip
+    """Into scores, fp32 [.., K] like `indices`; contiguous inputs, span as of `visible_table`."""
     heads, dim = q.shape[-2:]
     slots = indices.shape[-1]
-    scores = torch.empty(indices.shape, dtype=torch.float32, device=q.device)
     rows = indices.numel() // slots
     spec = slot_scores_spec(q.dtype, weights.dtype, heads, dim, slots, cmp_ratio, span is not None)
     spec.launch((rows,), q, k, weights, indices, indices if span is None else span, scores, q.shape[-3], k.shape[-2], rows, q_offset)
-    return scores
 
 
 def slot_teacher(

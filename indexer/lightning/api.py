@@ -50,6 +50,7 @@ def lightning_indexer(
     sorted        False may return the same blocks in any order.
     query_chunk   queries whose scores are held at a time by the kernel; the default keeps the score buffer below 128 MiB.
     deterministic sums the gradient of k in a fixed order; None follows torch.are_deterministic_algorithms_enabled().
+                  impl="eager" is plain autograd and follows PyTorch's own switch alone.
     impl          "auto", "triton" or "eager", see kernel_runtime.impl.
 
     Returns (indices int32, scores fp32), both [B, S, topk] or [T, topk]: score descending, ties by ascending index, each index counted

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from indexer.core import product, visible, visible_table
+from indexer.core import product, relu, visible, visible_table
 from indexer.library import SEGMENT
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.ascend.topk import RESIDENT, order_ascend_spec, select_ascend_spec
@@ -59,7 +59,7 @@ def scores_kernel(
         block = tl.load(k_tile, mask=(s < high)[:, None] & (d < D)[None, :], other=0.0)
         if HB >= H:
             products = product(block, q_t, tl.zeros([BK, NQ * HB], tl.float32))
-            total = tl.sum(tl.reshape(tl.maximum(products, 0.0) * w[None, :], [BK, NQ, HB]), 2)
+            total = tl.sum(tl.reshape(relu(products) * w[None, :], [BK, NQ, HB]), 2)
         else:
             total = tl.zeros([BK, NQ], tl.float32)
             for h in range(0, H, HB):
@@ -67,7 +67,7 @@ def scores_kernel(
                 q_t = tl.trans(tl.load(q_tile + h * D, mask=q_mask & more[:, None], other=0.0))
                 w = tl.load(w_tile + h, mask=more, other=0.0).to(tl.float32)
                 products = product(block, q_t, tl.zeros([BK, NQ * HB], tl.float32))
-                total += tl.sum(tl.reshape(tl.maximum(products, 0.0) * w[None, :], [BK, NQ, HB]), 2)
+                total += tl.sum(tl.reshape(relu(products) * w[None, :], [BK, NQ, HB]), 2)
         place = s[:, None] - start[None, :]
         tl.store(out + tl.arange(0, NQ)[None, :] * S3 + place, total, mask=(place >= 0) & (place < count[None, :]))
 

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from indexer.library import LAYOUT_SCHEMA, OPS, offset_of
+from indexer.library import LAYOUT_SCHEMA, OPS, eager_deterministic, offset_of
 from kernel_runtime import eager_vjp, register_specs
 from reference import indexer as reference
 
@@ -25,7 +25,8 @@ def _backward(dscores, q, k, weights, indices, cu_seqlens_q, cu_seqlens_k, deter
     def scores(q, k, weights):
         return reference.selected_scores(q, k, weights, indices, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
 
-    return eager_vjp(scores, [q, k, weights], [dscores])
+    with eager_deterministic(deterministic):
+        return eager_vjp(scores, [q, k, weights], [dscores])
 
 
 def _fake_backward(dscores, q, k, weights, *options):

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from indexer.core import product, visible_of_row
+from indexer.core import product, relu, visible_of_row
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
 BLOCK_HEADS = 64
@@ -42,7 +42,7 @@ def scores_ascend_kernel(
                 on = first + h < H
                 q_tile = tl.load(q + (row * H + first + h)[:, None] * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0)
                 w = tl.load(weights + row * H + first + h, mask=on, other=0.0).to(tl.float32)
-                part = tl.maximum(product(q_tile, block, tl.zeros([HB, BK], tl.float32)), 0.0) * w[:, None]
+                part = relu(product(q_tile, block, tl.zeros([HB, BK], tl.float32))) * w[:, None]
                 if H % HB != 0:
                     part = tl.where(on[:, None], part, 0.0)  # an infinite key gives NaN with a head that is not there
                 total += tl.sum(part, 0)
