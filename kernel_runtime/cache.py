@@ -29,6 +29,7 @@ LOCKS = ".locks"
 PROBE_BYTES = 1 << 20
 OLD_TEMPORARY_SECONDS = 3600.0
 ELF_NOBITS = 8  # a section that takes no room in the file
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # another folder may help
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kernel_runtime import cache
-
-STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass
@@ -114,11 +112,25 @@ class Filler:
         cache.use_folder(path)
         return True
 
-    def run(self, first: int) -> None:
-        """Every entry, from the `first` one on; entries that another process has in hand come again later."""
+    @contextlib.contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        """Waits for a lock, but not for ever on a process that is stuck."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(cache.locked(self.folder, name, self.lock_timeout))
+            except cache.LockTimeout as error:
+                self.report.say(f"{error}; going on without it")
+            yield
+
+    def run(self, rank: int, world: int) -> None:
+        """Every entry; entries that another process has in hand come again later.
+
+        This process begins with every `world`-th: those that compile for long are neighbours in a plan (the forms of one kernel), and
+        are so spread over the processes.
+        """
         self.report.rows.extend(row for row, _ in self.entries)
-        start = first % len(self.entries) if self.entries else 0
-        waiting = deque(self.entries[start:] + self.entries[:start])
+        world = max(world, 1)
+        waiting = deque(entry for i in range(world) for entry in self.entries[(rank + i) % world :: world])
         since, idle = time.monotonic(), 0
         while waiting:
             row, spec = waiting.popleft()
@@ -149,7 +161,7 @@ class Filler:
         try:
             self._make(row, spec)
         except OSError as error:
-            if error.errno not in STORAGE_ERRORS or not self._move(f"{self.folder}: {error.strerror}"):
+            if error.errno not in cache.STORAGE_ERRORS or not self._move(f"{self.folder}: {error.strerror}"):
                 row.state, row.note = "failed", one_line(error)
                 return True
             return False  # again, in the other folder
@@ -174,12 +186,12 @@ class Filler:
         cache.sweep(self.folder, row.key)
         from kernel_runtime.targets import build_launcher
 
+        # the launcher first: other processes take a kernel that is there for complete, and load it
+        self.report.say(build_launcher(spec.source(), self.target, self._lock))
         kernel = spec.compile(self.target)
         if kernel.hash != row.key:
             keys = f"stored key {kernel.hash[:12]} where {row.key[:12]} was expected"
             raise RuntimeError(f"Triton {keys}; this Triton version is not supported")
-        with cache.locked(self.folder, "launchers", self.lock_timeout):
-            self.report.say(build_launcher(kernel))
         cache.seal(self.folder, row.key)
         row.state = "repaired" if state.state == "corrupt" else "compiled"
         row.bytes = len(kernel.kernel)

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
+from kernel_runtime.cache import STORAGE_ERRORS
 from kernel_runtime.launch import CUDA_SMEM_LIMIT
 
 HIP_SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
@@ -69,38 +72,43 @@ def resources(kernel: Any) -> Resources:
     return Resources(found.get("REG"), spills, kernel.metadata.shared)
 
 
-def build_launcher(kernel: Any) -> str:
-    """Puts the C launcher of a compiled CUDA kernel, and Triton's CUDA helper module, into the cache folder; returns a warning or "".
+def build_launcher(source: Any, target: GPUTarget, lock: Callable[[str], AbstractContextManager[Any]]) -> str:
+    """Puts the C launcher of a CUDA kernel's source, and Triton's CUDA helper module, into the cache folder; returns a warning or "".
 
     Triton compiles one launcher a signature when a kernel is first loaded. Without a driver here it is linked against an empty library
-    of the driver's name, which is how the real one is found where the cache is used.
+    of the driver's name, which is how the real one is found where the cache is used. `lock` gives the lock of a name: each is built once,
+    and different ones at the same time (a third of a second each, as long as many kernels take).
     """
-    if kernel.metadata.target.backend != "cuda":
+    if target.backend != "cuda":
         return ""
     from triton.backends.nvidia import driver
 
-    source = kernel.src
     constants = {(source.fn.arg_names.index(k),) if isinstance(k, str) else k: v for k, v in source.constants.items()}
-    launcher = driver.make_launcher(constants, dict(source.signature.items()), getattr(kernel.metadata, "tensordesc_meta", None))
+    launcher = driver.make_launcher(constants, dict(source.signature.items()), None)  # no kernel here takes a descriptor as an argument
     helper = Path(driver.dirname, "driver.c").read_text()
     try:
-        _build_module(launcher, "__triton_launcher", driver)
-        _build_module(helper, "cuda_utils", driver)
+        _build_module(launcher, "__triton_launcher", driver, lock)
+        _build_module(helper, "cuda_utils", driver, lock)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+            raise
         return f"launchers are not in the cache and will be compiled at the first launch: {error}"
     return ""
 
 
-def _build_module(source: str, name: str, driver: Any) -> None:
+def _build_module(source: str, name: str, driver: Any, lock: Callable[[str], AbstractContextManager[Any]]) -> None:
     """What triton.runtime.build.compile_module_from_src does, with the same key, but without loading the result."""
     from triton.runtime.build import _build, platform_key
     from triton.runtime.cache import get_cache_manager
 
-    cache = get_cache_manager(hashlib.sha256((source + platform_key()).encode("utf-8")).hexdigest())
+    key = hashlib.sha256((source + platform_key()).encode("utf-8")).hexdigest()
+    cache = get_cache_manager(key)
     file = f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if cache.get_file(file) is not None:
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with lock(key), tempfile.TemporaryDirectory() as folder:
+        if cache.get_file(file) is not None:  # another process had the lock
+            return
         try:
             libraries = driver.library_dirs()
         except (AssertionError, OSError, subprocess.CalledProcessError):  # no driver on this machine

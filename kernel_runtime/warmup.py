@@ -122,7 +122,7 @@ def _warm_device(plan: Any, device: torch.device, cache_dir: Any, lock_timeout: 
     filler = Filler(plan, target, report, lock_timeout, measure=False)
     filler.choose_folder()
     rank, world = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
-    filler.run(first=rank * len(filler.entries) // max(world, 1))
+    filler.run(rank, world)
     _load_on_device(filler, {row.key: spec for row, spec in filler.entries})
     return report
 
@@ -150,16 +150,16 @@ def compile_ahead(
     folder = str(Path(cache_dir) if cache_dir else cache.default_folder())
     begun = time.perf_counter()
     if jobs <= 1:
-        report = _compile_part(plan.to_json(), target, folder, 0, lock_timeout)
+        report = _compile_part(plan.to_json(), target, folder, 0, 1, lock_timeout)
     else:
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            shares = [pool.submit(_compile_part, plan.to_json(), target, folder, i * len(plan) // jobs, lock_timeout) for i in range(jobs)]
+            shares = [pool.submit(_compile_part, plan.to_json(), target, folder, i, jobs, lock_timeout) for i in range(jobs)]
             report = _merge([share.result() for share in shares])
     report.seconds = time.perf_counter() - begun
     return report
 
 
-def _compile_part(plan_json: str, target: str, folder: str, first: int, lock_timeout: float) -> Report:
+def _compile_part(plan_json: str, target: str, folder: str, rank: int, world: int, lock_timeout: float) -> Report:
     from kernel_runtime.plan import Plan
     from kernel_runtime.targets import parse_target
 
@@ -167,7 +167,7 @@ def _compile_part(plan_json: str, target: str, folder: str, first: int, lock_tim
     filler = Filler(Plan.from_json(plan_json).for_target(parsed), parsed, report, lock_timeout, measure=True)
     filler.choose_folder()
     with compiling_allowed():
-        filler.run(first)
+        filler.run(rank, world)
     return report
 
 

@@ -35,15 +35,23 @@ def key_of(plan, position=0):
     return spec.cache_hash(parse_target("sm_90")), spec.name
 
 
-def test_eight_processes_compile_each_kernel_once(folder):
+def test_eight_processes_compile_each_kernel_once(folder, tmp_path, monkeypatch):
+    """And each C launcher: a compiler that keeps a list is put in the place of the real one."""
+    compiler, calls = tmp_path / "cc", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {os.environ.get("CC", "cc")} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
     plan = small_plan().to_json()
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
-        reports = list(pool.map(_compile_part, [plan] * 8, ["sm_90"] * 8, [str(folder)] * 8, range(8), [60.0] * 8))
+        reports = list(pool.map(_compile_part, [plan] * 8, ["sm_90"] * 8, [str(folder)] * 8, range(8), [8] * 8, [60.0] * 8))
     for position in range(4):
         key, name = key_of(small_plan(), position)
         states = sorted(row.state for report in reports for row in report.rows if row.key == key)
         assert states == ["cached"] * 7 + ["compiled"], (name, states)
     assert not [m for report in reports for m in report.messages]
+    # two signatures, forward and backward, and the helper module
+    made = [name for name in ("__triton_launcher", "cuda_utils") for line in calls.read_text().splitlines() if f"{name}.c" in line]
+    assert made == ["__triton_launcher"] * 2 + ["cuda_utils"], calls.read_text()
 
 
 def hold(folder: Path, code: str) -> subprocess.Popen:
