@@ -161,6 +161,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence in the first step")
     parser.add_argument("--batch", type=int, default=1, help="sequences a process")
     parser.add_argument("--cases", nargs="+", default=["cold", "cold+warmup", "warm", "ahead"], help="which to run, in this order")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile without a device, in the case ahead")
     parser.add_argument("--timeout", type=float, default=500.0, help="seconds a case may take")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -181,7 +182,9 @@ def main() -> int:
                 ahead = fill_without_device(args, base / "c")
                 (base / "c").rename(folder)  # an image or a mount shows it under another path, too
             cases.append(run_case(name, args, folder, warm=name != "cold"))
-            print("done:", name, summary(cases[-1])[1:], flush=True)
+            print("done:", name, summary(cases[-1])[1:], *problems(cases[-1]), sep="\n  ", flush=True)
+            if args.json:  # after each case: a run that is cut off has figures too
+                args.json.write_text(json.dumps({"cases": cases, "ahead": ahead}, indent=1))
     finally:
         shutil.rmtree(base, ignore_errors=True)
     return report(args, cases, ahead)
@@ -193,7 +196,7 @@ def fill_without_device(args: argparse.Namespace, folder: Path) -> dict[str, Any
     major, minor = torch.cuda.get_device_capability(0)
     target = f"sm_{major}{minor}"
     command = [sys.executable, "-m", "kernel_runtime.warmup", "--config", args.model, "--dtype", args.dtype, "--target", target,
-               "--cache-dir", str(folder), "--jobs", str(min(8, os.cpu_count() or 1)), "--report", "json"]  # fmt: skip
+               "--cache-dir", str(folder), "--jobs", str(min(args.jobs, os.cpu_count() or 1)), "--report", "json"]  # fmt: skip
     begun = time.time()
     run = subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.PIPE, text=True)
     if not run.stdout.strip():
@@ -201,6 +204,24 @@ def fill_without_device(args: argparse.Namespace, folder: Path) -> dict[str, Any
     rows = json.loads(run.stdout)["rows"]
     failed = [f"{row['kernel']}: {row['note']}" for row in rows if row["state"] == "failed"]
     return {"target": target, "seconds": time.time() - begun, "kernels": len(rows), "failed": failed}
+
+
+def problems(case: dict[str, Any]) -> list[str]:
+    """What a case shows that must not be, each once."""
+    found = []
+    for row in case["rows"]:
+        found += [f"launched but not in the plan: {name}" for name in row["not_in_plan"]]
+        found += row["mismatches"]
+        found += [f"compiled after the first step: {name}" for name in row["compiled_later"]]
+        if row["warmup"]:
+            found += [f"compiled in the first step: {name}" for name in row["compiled_in_step"]]
+            found += row["warmup"]["failed"]
+    if case["case"] in ("warm", "ahead"):
+        if count := sum(row["compiled_before_step"] for row in case["rows"]):
+            found.append(f"{count} kernels were compiled")
+        if case["launchers_built"]:
+            found.append(f"{case['launchers_built']} launchers were built")
+    return [f"PROBLEM {case['case']}: {text}" for text in sorted(set(found))]
 
 
 def report(args: argparse.Namespace, cases: list[dict[str, Any]], ahead: dict[str, Any] | None) -> int:
@@ -219,23 +240,7 @@ def report(args: argparse.Namespace, cases: list[dict[str, Any]], ahead: dict[st
     if ahead:
         made = f"{ahead['kernels']} kernels for {ahead['target']} in {ahead['seconds']:.1f} s with no device"
         print(f"ahead: {made}; failed: {ahead['failed'] or 'none'}")
-    problems = []
-    for case in cases:
-        for row in case["rows"]:
-            problems += [f"{case['case']}: launched but not in the plan: {name}" for name in row["not_in_plan"]]
-            problems += [f"{case['case']}: {text}" for text in row["mismatches"]]
-            problems += [f"{case['case']}: compiled after the first step: {name}" for name in row["compiled_later"]]
-            if row["warmup"]:
-                problems += [f"{case['case']}: compiled in the first step: {name}" for name in row["compiled_in_step"]]
-                problems += [f"{case['case']}: {text}" for text in row["warmup"]["failed"]]
-        if case["case"] in ("warm", "ahead"):
-            problems += [f"{case['case']}: {n} kernels were compiled" for n in [sum(r["compiled_before_step"] for r in case["rows"])] if n]
-            problems += [f"{case['case']}: {case['launchers_built']} launchers were built"] if case["launchers_built"] else []
-    for problem in sorted(set(problems)):
-        print("PROBLEM", problem)
-    if args.json:
-        args.json.write_text(json.dumps({"cases": cases, "ahead": ahead, "versions": versions}, indent=1))
-    return 1 if problems else 0
+    return 1 if (ahead and ahead["failed"]) or any(problems(case) for case in cases) else 0
 
 
 if __name__ == "__main__":
