@@ -1,8 +1,9 @@
-"""Checkpoints on two gloo processes: bit-equal resume, another mesh, every rank's experts, the newest k, another model's refused."""
+"""Checkpoints on gloo processes: bit-equal resume, other meshes, every rank's experts, the newest k; of another model or text refused."""
 
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.dist_util import run_distributed
-from tests.trainer_util import parameters, run_config, sharded
+from tests.trainer_util import gathered, parameters, run_config, sharded, tokens
 from train_example import checkpoint
 from train_example.metrics import read_metrics
 from train_example.optim import make_optimizer
 from train_example.run_config import ConfigError
+from train_example.step import train_step
 from train_example.train import train
 
 TIME_FIELDS = ("ms", "tokens_per_s", "memory_gib", "mfu")
@@ -64,15 +66,25 @@ def _runs(rank: int, world: int, folder: str, text: str) -> dict[str, Any]:
     equal = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(*states)]
     earlier = str(out / "straight" / "checkpoints" / "step_00000004")
     row = train(run_config(out=str(out / "fsdp"), **{**settings, "ep": 1}, resume=earlier))
-    # another model
-    try:
-        train(run_config(out=str(out / "other"), resume=earlier, model={"expert_dim": 24}, **settings))
-        refused = ""
-    except ConfigError as error:
-        refused = str(error)
+    # another model, other data
+    other_text = str(Path(text).with_name("other.txt"))
+    refused = {}
+    for name, changes in {
+        "model": {"model": {"expert_dim": 24}},
+        "text": {"data": other_text},
+        "sequences": {"seed": 1, "seq_len": 8, "eval_fraction": 0.2},
+    }.items():
+        try:
+            train(run_config(**{**settings, **changes, "out": str(out / "other"), "resume": earlier}))
+        except ConfigError as error:
+            refused[name] = str(error)
+    untouched = not (out / "other").exists()
+    new = {**settings, "data": other_text, "seq_len": 8, "new_data": True, "out": str(out / "new"), "save_every": 1}
+    train(run_config(**new, resume=earlier, steps=5))
+    train(run_config(**new, resume="latest"))  # the data is not new any more: on from where it was
     dist.barrier()
     experts = {name: tensor for name, tensor in states[0][0].items() if ".experts." in name}
-    return {"fsdp_equal": equal, "fsdp_row": row, "refused": refused, "experts": experts}
+    return {"fsdp_equal": equal, "fsdp_row": row, "refused": refused, "untouched": untouched, "experts": experts}
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +92,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 60)
+    (folder / "other.txt").write_text("the quick brown cat jumps over the lazy dog; " * 60)
     return folder, run_distributed(_runs, 2, str(folder), str(text), timeout_s=60)
 
 
@@ -140,10 +153,70 @@ def test_only_whole_and_newest_checkpoints_are_kept(runs):
 
 
 def test_checkpoint_of_another_model_is_refused(runs):
-    folder, found = runs
-    for report in found:
-        assert "checkpoint of another model: expert_dim 16 there and 24 here" in report["refused"]
-    assert not (folder / "other" / "metrics.jsonl").exists()
+    for report in runs[1]:
+        assert "checkpoint of another model: expert_dim 16 there and 24 here" in report["refused"]["model"]
+        assert report["untouched"]
+
+
+def test_resume_on_other_data_is_refused(runs):
+    for report in runs[1]:
+        assert re.search(r"was trained on other data: text_sha256 '\w{64}' there and '\w{64}' here; --new-data", report["refused"]["text"])
+        changes = "eval_fraction 0.1 there and 0.2 here, seed 0 there and 1 here, seq_len 16 there and 8 here"
+        assert f"was trained on other data: {changes}; --new-data" in report["refused"]["sequences"]
+
+
+def test_new_data_begins_at_its_beginning_once(runs):
+    folder, _ = runs
+    five, six = rows(folder / "new")
+    assert (five["step"], six["step"]) == (5, 6)
+    assert five["tokens"] == 4 * 64 + 32, "16 then 8 tokens, of two sequences on each of two processes"
+    assert (five["data_tokens"], six["data_tokens"]) == (32, 64)
+    log = (folder / "new" / "train.log").read_text()
+    assert log.count("on other data than the checkpoint's, from its beginning") == 1
+
+
+def _meshes(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """A checkpoint of 4 processes (experts over ep 2, and FSDP over the pairs), read back on other meshes of 4, 2 and 1 of them."""
+    config = run_config(ep=2)
+    ids, labels = tokens(4, 24)
+    model, _ = sharded(config)
+    optimizer = make_optimizer(model, config)
+    train_step(model, optimizer, config, [(ids[rank : rank + 1], labels[rank : rank + 1])], 1)
+    path = checkpoint.save(Path(folder), model, optimizer, {"step": 1}, {}, keep=1)
+
+    def state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+        moments = {f"{name} {kind}": optimizer.state[param][kind] for name, param in model.named_parameters() for kind in ("exp_avg", "exp_avg_sq")}
+        return {**gathered(dict(model.state_dict())), **gathered(moments)}
+
+    want = state(model, optimizer)
+    found: dict[str, Any] = {"experts": str(dict(model.named_parameters())["layers.0.moe.experts.w_down"].placements)}
+    for processes, ep in ((4, 1), (2, 2), (1, 1)):
+        if processes < dist.get_world_size():
+            dist.destroy_process_group()
+            if rank < processes:
+                store = dist.FileStore(f"{folder}/store{processes}", processes)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+        if rank >= processes:
+            break
+        settings = run_config(ep=ep, seed=5)
+        other, _ = sharded(settings)
+        fresh = make_optimizer(other, settings)
+        differs = not torch.equal(gathered({"w": other.head.weight})["w"], want["head.weight"])
+        checkpoint.load(path, other, fresh)
+        got = state(other, fresh)
+        steps = {float(fresh.state[param]["step"]) for param in other.parameters()}
+        equal = got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+        found[f"{processes} processes, ep {ep}"] = differs and equal and steps == {1.0}
+    return found
+
+
+def test_every_mesh_reads_a_checkpoint_of_fsdp_and_ep(tmp_path):
+    reports = run_distributed(_meshes, 4, str(tmp_path), timeout_s=60)
+    assert "Shard(dim=1), Shard(dim=0)" in reports[0]["experts"]
+    for rank, report in enumerate(reports):
+        meshes = {name: result for name, result in report.items() if "processes" in name}
+        assert len(meshes) == (3, 2, 1, 1)[rank]
+        assert all(meshes.values()), meshes
 
 
 def test_run_folder_holds_log_metrics_curves_and_settings(runs):
