@@ -21,10 +21,13 @@ import argparse
 import csv
 import dataclasses
 import gc
+import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +57,8 @@ class Result:
     batch: int
     recompute: str
     processes: int
+    ep_group: str
+    prefetch: int
     ms: float = 0.0
     tokens_per_s: float = 0.0
     mfu: float = 0.0
@@ -64,7 +69,7 @@ class Result:
     note: str = ""
 
 
-def settings(args: argparse.Namespace, variant: str, seq_len: int, recompute: str) -> RunConfig:
+def settings(args: argparse.Namespace, variant: str, seq_len: int, recompute: str, ep_group: str = "own", prefetch: int = 1) -> RunConfig:
     ratios = tuple(args.ratios)
     sizes = {"compress_ratios": ratios, "num_layers": len(ratios), "num_experts": args.experts, "vocab_size": args.vocab}
     model = dataclasses.replace(PRESETS[args.preset], **sizes, num_hash_layers=1, mtp_layers=0)
@@ -76,8 +81,8 @@ def settings(args: argparse.Namespace, variant: str, seq_len: int, recompute: st
         steps=1000,
         lr=1e-5,
         ep=args.ep,
-        ep_group=args.ep_group,
-        prefetch=args.prefetch,
+        ep_group=ep_group,
+        prefetch=prefetch,
         device=args.device,
         dtype=args.dtype,
         impl="eager" if variant.startswith("eager") else "auto" if args.device == "cpu" else "triton",
@@ -105,7 +110,7 @@ def _keep_out_of_graphs() -> None:
 
 
 def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, variant: str) -> Result:
-    result = Result(variant, config.seq_len, config.batch, config.recompute, parallel.world)
+    result = Result(variant, config.seq_len, config.batch, config.recompute, parallel.world, config.ep_group, config.prefetch)
     device = parallel.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -134,12 +139,12 @@ def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, var
 
 
 def _name(result: Result, parallel: Parallel) -> str:
-    return f"{result.variant}_{result.seq_len}_{result.recompute}_rank{parallel.rank}.json"
+    return f"{result.variant}_{result.seq_len}_{result.recompute}_{result.ep_group}_{result.prefetch}_rank{parallel.rank}.json"
 
 
 def split(result: Result, step: Any, keep: Path | None) -> None:
     """Fill in parts and kernels from one step under the profiler."""
-    with torch.profiler.profile() as profiler, torch.profiler.record_function(f"{trace.STEP}1"):
+    with torch.profiler.profile(acc_events=True) as profiler, torch.profiler.record_function(f"{trace.STEP}1"):
         step()
     with tempfile.TemporaryDirectory() as folder:
         file = keep or Path(folder) / "trace.json"
@@ -155,15 +160,18 @@ def split(result: Result, step: Any, keep: Path | None) -> None:
     result.kernels = dict(sorted(kernels.items(), key=lambda item: -item[1])[:40])
 
 
-def attempt(args: argparse.Namespace, parallel: Parallel, variant: str, seq_len: int, recompute: str) -> Result:
-    """`measure`, or a Result that says that it does not fit."""
-    config = settings(args, variant, seq_len, recompute)
+def attempt(args: argparse.Namespace, parallel: Parallel, config: RunConfig, variant: str) -> Result:
+    """`measure`, or a Result that says why there is none."""
     try:
         return measure(args, parallel, config, variant)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, AssertionError) as error:  # a row that does not work is a row that says so
         if parallel.world > 1:
             raise  # the other ranks wait in a collective
-        return Result(variant, seq_len, args.batch, recompute, 1, note=f"does not fit: {str(error).splitlines()[0][:90]}")
+        what = "does not fit" if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
+        if what != "does not fit":
+            traceback.print_exc()
+        note = f"{what}: {str(error).splitlines()[0][:90]}"
+        return Result(variant, config.seq_len, config.batch, config.recompute, 1, config.ep_group, config.prefetch, note=note)
     finally:
         torch._dynamo.reset()
         gc.collect()
@@ -171,11 +179,11 @@ def attempt(args: argparse.Namespace, parallel: Parallel, variant: str, seq_len:
             torch.cuda.empty_cache()
 
 
-HEADER = f"{'variant':14} {'S':>7} {'recompute':11} {'ms':>9} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>8} {'loss':>8}"
+HEADER = f"{'variant':14} {'S':>7} {'recompute':11} {'group':6} {'prefetch':>8} {'ms':>9} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>8} {'loss':>8}"
 
 
 def line(r: Result) -> str:
-    head = f"{r.variant:14} {r.seq_len:7d} {r.recompute:11}"
+    head = f"{r.variant:14} {r.seq_len:7d} {r.recompute:11} {r.ep_group:6} {r.prefetch:8d}"
     return f"{head} {r.note}" if r.note else f"{head} {r.ms:9.1f} {r.tokens_per_s:9.0f} {r.mfu:6.1%} {r.peak_gib:8.1f} {r.loss:8.4f}"
 
 
@@ -183,7 +191,7 @@ def print_split(results: list[Result], kernels: int) -> None:
     with_parts = [r for r in results if r.parts]
     names = list(dict.fromkeys(name for r in with_parts for name in r.parts))
     if names:
-        print("\nms of a step by part" + "".join(f"  [{i}] {r.variant} {r.seq_len} {r.recompute}" for i, r in enumerate(with_parts)))
+        print("\nms of a step by part" + ", in the order of the rows above")
     for name in names:
         print(f"  {name:26}" + "".join(f" {r.parts[name]:9.2f}" if name in r.parts else f" {'-':>9}" for r in with_parts))
     for r in with_parts:
@@ -204,24 +212,26 @@ def write(results: list[Result], folder: Path) -> None:
         table.writerows(plain)
 
 
-def run(args: argparse.Namespace, parallel: Parallel) -> list[Result]:
+def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
+    """All rows; the process groups of each are its own."""
     results: list[Result] = []
 
-    def add(result: Result) -> Result:
-        results.append(result)
+    def row(variant: str, seq_len: int, recompute: str, ep_group: str, prefetch: int) -> Result:
+        parallel = init_parallel(device, args.ep, 300.0, ep_group == "own")
+        check_experts(args.experts, parallel)
+        config = settings(args, variant, seq_len, recompute, ep_group, prefetch)
+        results.append(attempt(args, parallel, config, variant))
         if parallel.rank == 0:
-            print(line(result), flush=True)
-        return result
+            print(line(results[-1]), flush=True)
+        return results[-1]
 
-    if parallel.rank == 0:
-        print(HEADER)
-    todo = [(variant, recompute) for recompute in args.recompute for variant in args.variants]
-    todo = [(variant, recompute) for variant, recompute in todo if not (variant.startswith("eager") and recompute in MHC_RECOMPUTE)]
-    for variant, recompute in todo:
+    for ep_group, prefetch, recompute, variant in itertools.product(args.ep_groups, args.prefetch, args.recompute, args.variants):
+        if variant.startswith("eager") and recompute in MHC_RECOMPUTE:
+            continue
         for seq_len in args.seq_lens:
-            add(attempt(args, parallel, variant, seq_len, recompute))
+            row(variant, seq_len, recompute, ep_group, prefetch)
         seq_len = 2 * max(args.seq_lens)
-        while args.longest and not add(attempt(args, parallel, variant, seq_len, recompute)).note:
+        while args.longest and not row(variant, seq_len, recompute, ep_group, prefetch).note:
             seq_len *= 2
     return results
 
@@ -243,8 +253,8 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser.add_argument("--kernels", type=int, default=0, help="how many of the largest kernels to print")
     parser.add_argument("--traces", type=Path, help="folder that keeps the profiles, a Chrome trace each")
     parser.add_argument("--ep", type=int, default=-1, help="processes that share the experts; -1 = all")
-    parser.add_argument("--ep-group", default="own", choices=("own", "shared"), help="process group of the experts' all-to-all")
-    parser.add_argument("--prefetch", type=int, default=1, help="layers whose weights are gathered ahead")
+    parser.add_argument("--ep-groups", nargs="+", default=["own"], choices=("own", "shared"), help="process group of the experts' all-to-all")
+    parser.add_argument("--prefetch", nargs="+", type=int, default=[1], help="layers whose weights are gathered ahead")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu shows that it runs, and no more")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files written")
@@ -254,17 +264,15 @@ def main(argv: list[str] | None = None) -> list[Result]:
     first = settings(args, "ours", args.seq_lens[0], "none")
     if any(variant.startswith("ours") for variant in args.variants):
         warm_kernels(first, device)
-    parallel = init_parallel(device, args.ep, 300.0, args.ep_group == "own")
-    check_experts(args.experts, parallel)
-    if parallel.rank == 0:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if rank == 0:
         if device.type == "cuda":
             print(", ".join(f"{name} {value}" for name, value in environment().items()))
         model = first.model
         sizes = f"hidden {model.hidden_size}, {model.num_heads} heads x {model.head_dim}, {args.experts} experts of {model.expert_dim}"
-        print(f"layers {args.ratios}, {sizes}, vocabulary {args.vocab}, {args.dtype}")
-        print(f"{parallel.world} processes, ep {parallel.sparse.size(1)}, ep group {args.ep_group}, prefetch {args.prefetch}, batch {args.batch}")
-    results = run(args, parallel)
-    if parallel.rank == 0:
+        print(f"layers {args.ratios}, {sizes}, vocabulary {args.vocab}, {args.dtype}, {world} processes, ep {args.ep}, batch {args.batch}\n{HEADER}")
+    results = run(args, device)
+    if rank == 0:
         print_split(results, args.kernels)
         write(results, args.out)
     shutdown()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from train_example.parallel import barrier
 from train_example.run_config import ConfigError
 from train_example.swap_optimizer import SwapAdamW
 
@@ -82,7 +83,7 @@ def save(
     if rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
+    barrier()
     state = {**_tensors(model, optimizer), "rng": {str(rank): _rng_state(device)}}
     dcp.save(state, checkpoint_id=temporary)
     if rank == 0:
@@ -92,7 +93,7 @@ def save(
         os.replace(temporary, final)
         for old in list_checkpoints(folder)[: -keep if keep != -1 else 0]:
             shutil.rmtree(old)
-    dist.barrier()
+    barrier()
     return final
 
 

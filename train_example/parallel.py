@@ -96,6 +96,8 @@ def init_parallel(device: torch.device, ep: int, timeout_s: float, own_ep_group:
         own_ep_group: False leaves the ep axis whatever group the mesh has for it, which may be FSDP's.
     """
     backend, timeout = BACKENDS[device.type], datetime.timedelta(seconds=timeout_s)
+    # else NCCL's watchdog waits a minute behind each timeout for a dump that has no use without a debugger's settings
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     if not dist.is_initialized():
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
@@ -128,10 +130,16 @@ def set_timeouts(parallel: Parallel, seconds: float) -> None:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
+def barrier() -> None:
+    """Wait for every rank. NCCL and HCCL do it on this process's device, which they would otherwise guess, and warn."""
+    on_cpu = dist.get_backend() == BACKENDS["cpu"]
+    dist.barrier(device_ids=None if on_cpu else [torch.accelerator.current_device_index()])
+
+
 def shutdown() -> None:
     """Wait for every rank, then take the groups down (a rank that leaves early makes the others' last collective fail)."""
     if dist.is_initialized():
-        dist.barrier()
+        barrier()
         dist.destroy_process_group()
 
 

@@ -264,7 +264,7 @@ class Trace:
 
     def before(self, step: int) -> None:
         if step in self.steps and self.profiler is None:
-            self.profiler = torch.profiler.profile()
+            self.profiler = torch.profiler.profile(acc_events=True)
             self.profiler.start()
         elif step not in self.steps and self.profiler is not None:
             self.profiler.stop()
