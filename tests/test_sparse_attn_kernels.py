@@ -60,27 +60,46 @@ def check(case, device, dtype, seed=1, change=None, **more):
     return got
 
 
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-def test_every_case_in_fp32(kernel_device, monkeypatch, case, deterministic):
+def forms(case):
+    """Forms of the gradient of selected entries that a case can meet; without entries or lists there is one."""
+    return ("atomic", "rows", "dense") if case.mode == "scfa" else ("atomic",)
+
+
+@pytest.fixture
+def take(monkeypatch):
+    """take(form) makes the backward sum with atomic additions, with partial rows, or in the dense form; the options of such a call."""
+    from sparse_attn.shared_kv import bwd
+
+    def inner(form):
+        monkeypatch.setattr(bwd, "DENSE_LIMIT", 1 << 20 if form == "dense" else 0)
+        return {"deterministic": form != "atomic"}
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("case", "form"), [pytest.param(case, form, id=f"{case.name}-{form}") for case in ATTENTION_CASES for form in forms(case)]
+)
+def test_every_case_in_fp32(kernel_device, monkeypatch, take, case, form):
     poison_empty(monkeypatch)
-    check(case, kernel_device, torch.float32, deterministic=deterministic)
+    check(case, kernel_device, torch.float32, **take(form))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["swa", "cfa_pack", "scfa", "scfa_pack"])
-def test_low_precision(kernel_device, monkeypatch, name, dtype):
+def test_low_precision(kernel_device, monkeypatch, take, name, dtype):
     poison_empty(monkeypatch)
     case = next(c for c in ATTENTION_CASES if c.name == name)
-    for deterministic in (False, True):
-        check(case, kernel_device, dtype, deterministic=deterministic)
+    for form in forms(case):
+        check(case, kernel_device, dtype, **take(form))
 
 
 @pytest.mark.parametrize("D", [16, 48, 112, 272, 512])
-def test_channels(kernel_device, monkeypatch, D):
+def test_channels(kernel_device, monkeypatch, take, D):
     """One tile, a tail past D, two halves with a tail in the second, two full halves."""
     poison_empty(monkeypatch)
-    check(AttentionCase("", "scfa", B=1, S=5, S2=9, D=D, cmp_ratio=2), kernel_device, torch.float32, deterministic=True)
+    for form in ("rows", "dense"):
+        check(AttentionCase("", "scfa", B=1, S=5, S2=9, D=D, cmp_ratio=2), kernel_device, torch.float32, **take(form))
     check(AttentionCase("", "cfa", B=1, S=5, S2=9, D=D, cmp_ratio=2), kernel_device, torch.float32)
 
 
@@ -94,39 +113,42 @@ def test_heads(kernel_device, monkeypatch, N):
 
 
 @pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
-def test_many_tiles_of_keys(kernel_device, monkeypatch, mode):
+def test_many_tiles_of_keys(kernel_device, monkeypatch, take, mode):
     """Windows and lists longer than a tile, lengths that no tile divides."""
     poison_empty(monkeypatch)
     case = AttentionCase("", mode, B=1, S=3, S2=205, N=2, window=101, cmp_ratio=2, K=75)
-    check(case, kernel_device, torch.float32, deterministic=True)
+    for form in forms(case):
+        check(case, kernel_device, torch.float32, **take(form))
     check(replace(case, window=None, indices="topk"), kernel_device, torch.float32)
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("name", ["swa_pack", "cfa", "scfa", "scfa_pack_longer_keys"])
-def test_chunks_of_queries(kernel_device, monkeypatch, name, deterministic):
+def test_chunks_of_queries(kernel_device, monkeypatch, take, name):
     """The backward in chunks of a few queries, the last one shorter."""
     from sparse_attn.shared_kv import bwd
 
     poison_empty(monkeypatch)
     monkeypatch.setattr(bwd, "CHUNK_BYTES", 3000)
     case = next(c for c in ATTENTION_CASES if c.name == name)
-    check(case, kernel_device, torch.float32, deterministic=deterministic)
+    for form in forms(case):
+        check(case, kernel_device, torch.float32, **take(form))
 
 
-def test_list_longer_than_a_block_of_indices(kernel_device, monkeypatch):
+def test_list_longer_than_a_block_of_indices(kernel_device, monkeypatch, take):
     poison_empty(monkeypatch)
-    check(AttentionCase("", "scfa", B=1, S=2, S2=23, N=2, K=700, cmp_ratio=3), kernel_device, torch.float32, deterministic=True)
+    for form in ("rows", "dense"):
+        check(AttentionCase("", "scfa", B=1, S=2, S2=23, N=2, K=700, cmp_ratio=3), kernel_device, torch.float32, **take(form))
 
 
-def test_rows_after_the_last_document(kernel_device, monkeypatch):
+@pytest.mark.parametrize("form", ["rows", "dense"])
+def test_rows_after_the_last_document(kernel_device, monkeypatch, take, form):
     poison_empty(monkeypatch)
-    for mode in ("swa", "cfa", "scfa"):
+    for mode in ("swa", "cfa", "scfa") if form == "rows" else ("scfa",):
 
         def cut(inputs):
             return {**inputs, "cu_seqlens_q": torch.tensor([0, 5, 5, 9], dtype=torch.int32, device=kernel_device)}
 
-        got = check(AttentionCase("", mode, docs_q=(5, 0, 8)), kernel_device, torch.float32, change=cut, deterministic=True)
+        got = check(AttentionCase("", mode, docs_q=(5, 0, 8)), kernel_device, torch.float32, change=cut, **take(form))
         assert (got["out"][9:] == 0).all() and (got["dq"][9:] == 0).all() and (got["dori_kv"][9:] == 0).all()
 
 
@@ -166,7 +188,7 @@ def test_strides(kernel_device):
             assert all(torch.equal(got[key], want[key]) for key in want), name
 
 
-def test_rows_that_do_not_count_are_never_read(kernel_device):
+def test_rows_that_do_not_count_are_never_read(kernel_device, take):
     """NaN in row 0, which a masked slot's address points to, and in every other entry that no query sees."""
     inputs = attention_inputs(AttentionCase("", "scfa", B=1, S=19, cmp_ratio=4), seed=3, device=kernel_device)
     index = torch.full_like(inputs["cmp_indices"], -1)
@@ -175,23 +197,29 @@ def test_rows_that_do_not_count_are_never_read(kernel_device):
     inputs["cmp_indices"] = index
     dirty = inputs["cmp_kv"].clone()
     dirty[:, :3] = torch.nan
-    for deterministic in (False, True):
-        got = run(sparse_attn_shared_kv, {**inputs, "cmp_kv": dirty}, torch.float32, impl="triton", deterministic=deterministic)
-        want = run(sparse_attn_shared_kv, inputs, torch.float32, impl="triton", deterministic=deterministic)
+    for form in ("atomic", "rows", "dense"):
+        options = take(form)
+        got = run(sparse_attn_shared_kv, {**inputs, "cmp_kv": dirty}, torch.float32, impl="triton", **options)
+        want = run(sparse_attn_shared_kv, inputs, torch.float32, impl="triton", **options)
         assert all(torch.equal(got[key], want[key]) for key in want)
         assert (got["dcmp_kv"][:, :3] == 0).all() and (got["dcmp_kv"][:, 3] != 0).any()
 
 
-def test_deterministic_is_bit_equal(kernel_device):
-    case = AttentionCase("", "scfa", B=1, S=12, cmp_ratio=2, K=9)
-    inputs = attention_inputs(case, seed=4, device=kernel_device)
-    runs = [run(sparse_attn_shared_kv, inputs, torch.float32, impl="triton", deterministic=True) for _ in range(2)]
-    assert all(torch.equal(runs[0][key], other[key]) for other in runs[1:] for key in runs[0])
+@pytest.mark.parametrize("form", ["rows", "dense"])
+def test_deterministic_is_bit_equal(kernel_device, take, form):
+    """Ten runs on a GPU."""
+    options, gpu = take(form), kernel_device == "cuda"
+    case = AttentionCase("", "scfa", B=1, S=300 if gpu else 12, N=20 if gpu else 3, cmp_ratio=2, K=70 if gpu else 9)
+    dtype = torch.bfloat16 if gpu else torch.float32
+    inputs = attention_inputs(case, seed=4, dtype=dtype, device=kernel_device)
+    first, *others = (run(sparse_attn_shared_kv, inputs, dtype, impl="triton", **options) for _ in range(10 if gpu else 2))
+    assert all(torch.equal(first[key], other[key]) for other in others for key in first)
 
 
-def test_deterministic_follows_torch(kernel_device, monkeypatch):
+def test_deterministic_follows_torch(kernel_device, monkeypatch, take):
     from sparse_attn.shared_kv import bwd
 
+    take("rows")
     used = []
     monkeypatch.setattr(bwd, "owner_lists", lambda *args, original=bwd.owner_lists: used.append(1) or original(*args))
     inputs = attention_inputs(AttentionCase("", "scfa", B=1, S=6, cmp_ratio=2), device=kernel_device)

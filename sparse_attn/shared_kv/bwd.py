@@ -1,13 +1,16 @@
-"""The attention's backward in portable Triton: kernels and launcher.
+"""The attention's backward in portable Triton: specialisations and launcher; the kernels are in bwd_kernels.py.
 
 With P = exp(z - LSE), delta = sum_d dO * O, dP = dO . kv and dZ = P * (dP - delta):
     dq = scale * dZ @ kv,   dkv = scale * dZ^T @ q + P^T @ dO,   dsink = -sum exp(sink - LSE) * delta
 In one kernel this needs more registers than there are, so there are two steps, on chunks of queries that bound the memory:
     1. a program per query and block of heads: dq, delta, and P^T and scale * dZ^T of every slot, [queries, slots, N]
     2. dkv from those. A key of a contiguous range (window, or all compressed entries) is seen by a contiguous range of queries, so a
-       program owns a tile of keys and runs over its queries: no atomics. Selected entries have no such order: atomic additions in fp32,
-       or, deterministic, one partial row a slot that the entry's owner adds up in a fixed order (sparse_attn/shared_kv/owner.py).
-Ascend always takes the latter: it would add element by element. Its tiles are smaller and its programs loop over tasks.
+       program owns a tile of keys and runs over its queries: no atomics. Where tiles are few, several programs share the queries of one,
+       and their sums are added in order. Selected entries have no such order. There are three forms:
+         dense, while there are few entries for the length of the lists: a slot for every entry, then as for a range, no atomics;
+         atomic additions in fp32;
+         deterministic: one partial row a slot that the entry's owner adds up in a fixed order (sparse_attn/shared_kv/owner.py).
+Ascend always takes the last one: it would add element by element. Its tiles are smaller and its programs loop over tasks.
 """
 
 from __future__ import annotations
@@ -17,12 +20,11 @@ from functools import cache
 
 import torch
 import triton
-import triton.language as tl
 
-from kernel_runtime.device import grid_size, on_npu
+from kernel_runtime.device import device_properties, grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from sparse_attn.shared_kv.core import load_rows, product, range_rows, selected_rows, store_rows, used_slots, used_slots_ascend
+from sparse_attn.shared_kv.bwd_kernels import attention_dq_kernel, count_kernel, range_dkv_kernel, selected_dkv_kernel
 from sparse_attn.shared_kv.fwd import (
     ALL,
     GPU,
@@ -40,196 +42,13 @@ from sparse_attn.shared_kv.fwd import (
 from sparse_attn.shared_kv.owner import owner_lists, owner_spec, owner_sum
 from sparse_attn.shared_kv.places import NUMBER, RIGHT_ALIGNED, places_of, places_spec
 from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
+from sparse_attn.shared_kv.used import used_of, used_spec
 
 # P^T, dZ^T and partial rows of a chunk of queries stay below this
 CHUNK_BYTES = 1 << 30
-
-
-@triton.jit
-def gradient_tile(
-    keys, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row, h, on, scale,
-    N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    d = tl.arange(0, BD)
-    k0 = load_rows(keys, key_rows, seen, d, D, EVEN)
-    s = product(q0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
-    dp = product(do0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
-    if HALVES == 2:
-        k1 = load_rows(keys, key_rows, seen, BD + d, D, EVEN)
-        s = product(q1, tl.trans(k1), s)
-        dp = product(do1, tl.trans(k1), dp)
-    p = tl.where(seen[None, :], tl.exp2(s * (scale * 1.4426950408889634) - lse2[:, None]), 0.0)
-    dz = (p * (dp - delta[:, None]) * scale).to(k0.dtype)
-    acc0 = product(dz, k0, acc0)
-    if HALVES == 2:
-        acc1 = product(dz, k1, acc1)
-    # keys past the range or the list have no slot of their own: nothing may be written for them
-    mask = seen[:, None] & on[None, :]
-    offset = slot_row[:, None] * N + h[None, :]
-    tl.store(p_out + offset, tl.trans(p.to(k0.dtype)), mask=mask)
-    tl.store(dz_out + offset, tl.trans(dz), mask=mask)
-    return acc0, acc1
-
-
-@triton.jit(do_not_specialize=["tasks", "row0", "rows", "K", "window_slots", "slots", "scale"])
-def attention_dq_kernel(
-    q, ori_kv, cmp_kv, indices, places, out, dout, lse, dq, delta_out, p_out, dz_out, tasks, row0, rows, K, window_slots, slots, scale,
-    N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
-):  # fmt: skip
-    """Queries row0 to row0 + rows - 1. Slots of a query: window_slots for its window, then those of its compressed entries."""
-    EVEN: tl.constexpr = D == BD * HALVES
-    HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
-    n = tl.arange(0, BN)
-    d = tl.arange(0, BD)
-    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        local = (rows - 1 - task // HEAD_BLOCKS).to(tl.int64)
-        row = row0 + local
-        h = (task % HEAD_BLOCKS) * BH + tl.arange(0, BH)
-        on = h < N
-        heads = row * N + h
-        do0 = load_rows(dout, heads, on, d, D, EVEN)
-        delta = tl.sum(do0.to(tl.float32) * load_rows(out, heads, on, d, D, EVEN).to(tl.float32), 1)
-        q0 = load_rows(q, heads, on, d, D, EVEN)
-        acc0 = tl.zeros([BH, BD], tl.float32)
-        if HALVES == 2:
-            do1 = load_rows(dout, heads, on, BD + d, D, EVEN)
-            delta += tl.sum(do1.to(tl.float32) * load_rows(out, heads, on, BD + d, D, EVEN).to(tl.float32), 1)
-            q1 = load_rows(q, heads, on, BD + d, D, EVEN)
-            acc1 = tl.zeros([BH, BD], tl.float32)
-        else:
-            do1 = do0
-            q1 = q0
-            acc1 = tl.zeros([BH, 1], tl.float32)
-        if ASCEND:
-            # a zero that the compiler does not know: ascendnpu-ir 1.0.0 crashes where a product's accumulator starts as a constant
-            acc0 += scale - scale
-            acc1 += scale - scale
-        tl.store(delta_out + heads, delta, mask=on)
-        lse2 = tl.load(lse + heads, mask=on, other=float("inf")) * 1.4426950408889634
-        slot_row = local * slots
-
-        begin = tl.load(places + row * 4)
-        end = tl.load(places + row * 4 + 1)
-        for key in range(begin, end, BN):
-            key_rows, seen = range_rows(begin, key + n, end)
-            acc0, acc1 = gradient_tile(
-                ori_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + (key - begin) + n, h, on,
-                scale, N, D, BD, HALVES, EVEN, BH, BN,
-            )  # fmt: skip
-        slot_row += window_slots
-        if COMPRESSED == 1:
-            begin = tl.load(places + row * 4 + 2)
-            end = tl.load(places + row * 4 + 3)
-            for key in range(begin, end, BN):
-                key_rows, seen = range_rows(begin, key + n, end)
-                acc0, acc1 = gradient_tile(
-                    cmp_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + (key - begin) + n, h, on,
-                    scale, N, D, BD, HALVES, EVEN, BH, BN,
-                )  # fmt: skip
-        if COMPRESSED == 2:
-            begin = tl.load(places + row * 4 + 2)
-            end = tl.load(places + row * 4 + 3)
-            if ASCEND:
-                used = used_slots_ascend(indices, row * K, K, end - begin, BK)
-            else:
-                used = used_slots(indices, row * K, K, end - begin, BK)
-            for slot in range(0, used, BN):
-                key_rows, seen = selected_rows(indices, row * K, slot + n, used, begin, end)
-                acc0, acc1 = gradient_tile(
-                    cmp_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + slot + n, h, on,
-                    scale, N, D, BD, HALVES, EVEN, BH, BN,
-                )  # fmt: skip
-        store_rows(dq, heads, on, d, acc0, D, EVEN)
-        if HALVES == 2:
-            store_rows(dq, heads, on, BD + d, acc1, D, EVEN)
-
-
-@triton.jit
-def rows_up_to(bounds, row0, rows, limit, steps):
-    """How many of the queries row0, ... have their bound (non-decreasing, 4 apart) at or below `limit`."""
-    low = 0
-    high = rows
-    for _ in range(steps):
-        middle = (low + high) // 2
-        searching = low < high
-        below = tl.load(bounds + (row0 + tl.minimum(middle, rows - 1)).to(tl.int64) * 4) <= limit
-        low = tl.where(searching & below, middle + 1, low)
-        high = tl.where(searching & (below == 0), middle, high)
-    return low
-
-
-@triton.jit(do_not_specialize=["tasks", "keys", "row0", "rows", "first_slot", "slots", "steps"])
-def range_dkv_kernel(
-    q, dout, places, p, dz, dkv, tasks, keys, row0, rows, first_slot, slots, steps,
-    N: tl.constexpr, D: tl.constexpr, COLUMN: tl.constexpr, NH: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Adds to dkv [keys, D] fp32 what queries row0, ... give to a tile of BM keys and BD channels; COLUMN is the range's in places."""
-    SLICES: tl.constexpr = (D + BD - 1) // BD
-    EVEN: tl.constexpr = D % BD == 0
-    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        key0 = (task // SLICES) * BM
-        key = key0 + tl.arange(0, BM)
-        d = (task % SLICES) * BD + tl.arange(0, BD)
-        h = tl.arange(0, NH)
-        on = h < N
-        inside = key < keys
-        acc = load_rows(dkv, key.to(tl.int64), inside, d, D, EVEN)
-        first = rows_up_to(places + COLUMN + 1, row0, rows, key0, steps)  # before it ranges end at or before the tile
-        last = rows_up_to(places + COLUMN, row0, rows, key0 + BM - 1, steps)  # from it on they begin after the tile
-        for local in range(first, last):
-            row = (row0 + local).to(tl.int64)
-            begin = tl.load(places + row * 4 + COLUMN)
-            end = tl.load(places + row * 4 + COLUMN + 1)
-            seen = (key >= begin) & (key < end)
-            slot = tl.where(seen, (row - row0) * slots + first_slot + key - begin, 0)
-            mask = seen[:, None] & on[None, :]
-            heads = row * N + h
-            weight = tl.load(p + slot[:, None] * N + h[None, :], mask=mask, other=0.0)
-            acc = product(weight, load_rows(dout, heads, on, d, D, EVEN), acc)
-            weight = tl.load(dz + slot[:, None] * N + h[None, :], mask=mask, other=0.0)
-            acc = product(weight, load_rows(q, heads, on, d, D, EVEN), acc)
-        store_rows(dkv, key.to(tl.int64), inside, d, acc, D, EVEN)
-
-
-@triton.jit(do_not_specialize=["tasks", "row0", "rows", "K", "first_slot", "slots"])
-def selected_dkv_kernel(
-    q, dout, indices, places, p, dz, target, tasks, row0, rows, K, first_slot, slots,
-    N: tl.constexpr, D: tl.constexpr, PARTIAL: tl.constexpr, NH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
-    ASCEND: tl.constexpr,
-):  # fmt: skip
-    """One query and BD channels. PARTIAL: target [queries, K, D] gets a row for every slot that counts; else target [entries, D] fp32 is
-    added to."""
-    SLICES: tl.constexpr = (D + BD - 1) // BD
-    EVEN: tl.constexpr = D % BD == 0
-    n = tl.arange(0, BN)
-    h = tl.arange(0, NH)
-    on = h < N
-    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        d = (task % SLICES) * BD + tl.arange(0, BD)
-        local = (rows - 1 - task // SLICES).to(tl.int64)
-        row = row0 + local
-        heads = row * N + h
-        q_tile = load_rows(q, heads, on, d, D, EVEN)
-        do_tile = load_rows(dout, heads, on, d, D, EVEN)
-        begin = tl.load(places + row * 4 + 2)
-        end = tl.load(places + row * 4 + 3)
-        if ASCEND:
-            used = used_slots_ascend(indices, row * K, K, end - begin, BK)
-        else:
-            used = used_slots(indices, row * K, K, end - begin, BK)
-        for slot0 in range(0, used, BN):
-            slot = slot0 + n
-            key_rows, seen = selected_rows(indices, row * K, slot, used, begin, end)
-            offset = (local * slots + first_slot + slot)[:, None] * N + h[None, :]
-            mask = seen[:, None] & on[None, :]
-            v = product(tl.load(p + offset, mask=mask, other=0.0), do_tile, tl.zeros([BN, BD], tl.float32))
-            v = product(tl.load(dz + offset, mask=mask, other=0.0), q_tile, v)
-            if PARTIAL:
-                store_rows(target, local * K + slot, seen, d, v, D, EVEN)
-            else:
-                mask = seen[:, None] if EVEN else seen[:, None] & (d < D)[None, :]
-                tl.atomic_add(target + key_rows[:, None] * D + d[None, :], v, mask=mask, sem="relaxed")
+# Entries a slot of the lists up to which the dense form is taken. Its products grow with the entries, its sums need no atomics.
+DENSE_LIMIT = 2
+WAVES = 4  # programs a multiprocessor that the tiles of a range's keys are shared out to
 
 
 def gradient_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
@@ -239,18 +58,18 @@ def gradient_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
 
 
 @cache
-def dq_spec(dtype: torch.dtype, N: int, D: int, compressed: int, npu: bool = False) -> Spec:
+def dq_spec(dtype: torch.dtype, N: int, D: int, compressed: int, dense: bool, npu: bool = False) -> Spec:
     x, tiles = f"*{TRITON_DTYPE[dtype]}", (ascend_tiles if npu else gradient_tiles)(dtype, N, D)
     return Spec(
         attention_dq_kernel,
         types={
-            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "out": x, "dout": x, "lse": "*fp32", "dq": x,
-            "delta_out": "*fp32", "p_out": x, "dz_out": x,
+            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "counts": "*i32", "out": x, "dout": x,
+            "lse": "*fp32", "dq": x, "delta_out": "*fp32", "p_out": x, "dz_out": x,
             **dict.fromkeys(("tasks", "row0", "rows", "K", "window_slots", "slots"), "i32"), "scale": "fp32",
         },
         consts={
-            "N": N, "D": D, "COMPRESSED": compressed, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD, "HALVES": tiles.HALVES,
-            "BK": INDEX_BLOCK, "ASCEND": npu,
+            "N": N, "D": D, "COMPRESSED": compressed, "DENSE": dense, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -268,18 +87,29 @@ def _channels(dtype: torch.dtype, D: int) -> int:
 
 
 @cache
-def range_spec(dtype: torch.dtype, N: int, D: int, column: int) -> Spec:
-    x = f"*{TRITON_DTYPE[dtype]}"
+def range_spec(dtype: torch.dtype, N: int, D: int, column: int, listed: bool = False, split: bool = False, npu: bool = False) -> Spec:
+    """16-bit types on a GPU: 128 keys x 128 channels, three tiles of queries in flight; elsewhere half of the keys."""
+    x, wide = f"*{TRITON_DTYPE[dtype]}", not npu and dtype != torch.float32
     return Spec(
         range_dkv_kernel,
         types={
-            "q": x, "dout": x, "places": "*i32", "p": x, "dz": x, "dkv": "*fp32",
-            **dict.fromkeys(("tasks", "keys", "row0", "rows", "first_slot", "slots", "steps"), "i32"),
+            "q": x, "dout": x, "places": "*i32", "counts": "*i32", "p": x, "dz": x, "dkv": "*fp32",
+            **dict.fromkeys(("tasks", "keys", "row0", "rows", "first_slot", "slots", "steps", "splits"), "i32"),
         },
-        consts={"N": N, "D": D, "COLUMN": column, "NH": _padded_heads(N), "BM": 64, "BD": _channels(dtype, D)},
-        num_warps=4,
-        num_stages=2 if dtype != torch.float32 else 1,
+        consts={
+            "N": N, "D": D, "COLUMN": column, "LISTED": listed, "SPLIT": split, "NH": _padded_heads(N), "BM": 128 if wide else 64,
+            "BD": _channels(dtype, D),
+        },
+        num_warps=8 if wide else 4,
+        num_stages=3 if wide else 1,
+        targets=NPU if npu else GPU,
     )  # fmt: skip
+
+
+@cache
+def count_spec() -> Spec:
+    types = {"indices": "*i32", "places": "*i32", "counts": "*i32", **dict.fromkeys(("row0", "K", "entries"), "i32")}
+    return Spec(count_kernel, types=types, consts={"BK": INDEX_BLOCK}, targets=GPU)
 
 
 @cache
@@ -288,7 +118,7 @@ def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool, npu: bool =
     return Spec(
         selected_dkv_kernel,
         types={
-            "q": x, "dout": x, "indices": "*i32", "places": "*i32", "p": x, "dz": x, "target": x if partial else "*fp32",
+            "q": x, "dout": x, "indices": "*i32", "places": "*i32", "used": "*i32", "p": x, "dz": x, "target": x if partial else "*fp32",
             **dict.fromkeys(("tasks", "row0", "rows", "K", "first_slot", "slots"), "i32"),
         },
         consts={
@@ -324,49 +154,74 @@ def attention_bwd(
         indices = places if cmp_indices is None else cmp_indices.contiguous()
         K = cmp_indices.shape[-1] if cmp_indices is not None else 0
         window_slots = ori_kv.shape[-2] if window is None else min(window, ori_kv.shape[-2])
-        slots = window_slots + (K if mode == SELECTED else cmp.shape[-2] if mode == ALL else 0)
-        partial = (deterministic or npu) and mode == SELECTED
-        row_bytes = (2 * slots * N + (K * D if partial else 0)) * dtype.itemsize
-        chunk = min(rows, max(1, CHUNK_BYTES // max(1, row_bytes)))
+        entries = 0 if mode == NONE else cmp.shape[-2]
+        dense = mode == SELECTED and not npu and entries <= DENSE_LIMIT * K
+        slots = window_slots + (K if mode == SELECTED and not dense else entries)
+        partial = (deterministic or npu) and mode == SELECTED and not dense
+        row_bytes = (2 * slots * N + (K * D if partial else 0)) * dtype.itemsize + (4 * entries if dense else 0)
+        chunk = _whole_waves(min(rows, max(1, CHUNK_BYTES // max(1, row_bytes))), q.device)
         p = torch.empty((chunk, slots, N), dtype=dtype, device=q.device)
         dz = torch.empty_like(p)
         part = torch.empty((chunk, K, D), dtype=dtype, device=q.device) if partial else None
-        first = dq_spec(dtype, N, D, mode, npu)
+        used = used_of(indices, places) if mode == SELECTED and not npu else places
+        first = dq_spec(dtype, N, D, mode, dense, npu)
         for row0 in range(0, rows, chunk):
             count = min(chunk, rows - row0)
+            counts = _counts(indices, places, row0, count, entries) if dense else places
             tasks = count * triton.cdiv(N, first.consts["BH"])
             grid = (grid_size(q.device, tasks, npu),)
             first.launch(
-                grid, q, ori_kv, cmp, indices, places, out, dout, lse, dq, delta, p, dz, tasks, row0, count, K, window_slots, slots, scale
-            )
-            _add_range(q, dout, places, p, dz, dori, row0, count, 0, 0, slots, npu)
-            if mode == ALL:
-                _add_range(q, dout, places, p, dz, dcmp, row0, count, 2, window_slots, slots, npu)
+                grid, q, ori_kv, cmp, indices, places, used, counts, out, dout, lse, dq, delta, p, dz, tasks, row0, count, K, window_slots,
+                slots, scale,
+            )  # fmt: skip
+            _add_range(q, dout, places, counts, p, dz, dori, row0, count, 0, 0, slots, False, npu)
+            if mode == ALL or dense:
+                _add_range(q, dout, places, counts, p, dz, dcmp, row0, count, 2, window_slots, slots, dense, npu)
             elif mode == SELECTED:
                 spec = selected_spec(dtype, N, D, partial, npu)
                 tasks = count * triton.cdiv(D, spec.consts["BD"])
                 target = dcmp if part is None else part
                 grid = (grid_size(q.device, tasks, npu),)
-                spec.launch(grid, q, dout, indices, places, p, dz, target, tasks, row0, count, K, window_slots, slots)
+                spec.launch(grid, q, dout, indices, places, used, p, dz, target, tasks, row0, count, K, window_slots, slots)
                 if part is not None:
-                    entries = dcmp.numel() // D
-                    owner_sum(part, *owner_lists(indices, places, row0, count, K, entries), dcmp, npu)
+                    owner_sum(part, *owner_lists(indices, places, row0, count, K, dcmp.numel() // D), dcmp, npu)
         if sinks is not None:
             dsinks = sink_gradient(sinks, lse, delta)
     return dq, dori.to(dtype), q.new_empty(0) if cmp_kv is None else dcmp.to(dtype), dsinks
 
 
+def _whole_waves(queries: int, device: torch.device) -> int:
+    """Whole waves of the grid, where there is more than one."""
+    cores = device_properties(device).cube_cores
+    return queries - queries % cores if queries > cores else queries
+
+
+def _counts(indices: torch.Tensor, places: torch.Tensor, row0: int, count: int, entries: int) -> torch.Tensor:
+    """[queries, entries] int32: how often a query's list names an entry that it sees."""
+    K = indices.shape[-1]
+    counts = torch.zeros((count, entries), dtype=torch.int32, device=indices.device)
+    count_spec().launch((count,), indices, places, counts, row0, K, entries)
+    return counts
+
+
 def _add_range(
-    q: torch.Tensor, dout: torch.Tensor, places: torch.Tensor, p: torch.Tensor, dz: torch.Tensor, dkv: torch.Tensor, row0: int,
-    count: int, column: int, first_slot: int, slots: int, npu: bool,
+    q: torch.Tensor, dout: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, p: torch.Tensor, dz: torch.Tensor, dkv: torch.Tensor,
+    row0: int, count: int, column: int, first_slot: int, slots: int, listed: bool, npu: bool,
 ) -> None:  # fmt: skip
     N, D = q.shape[-2:]
     keys = dkv.numel() // D
-    if keys:
-        spec = range_spec(q.dtype, N, D, column)
-        tasks = triton.cdiv(keys, spec.consts["BM"]) * triton.cdiv(D, spec.consts["BD"])
-        grid = (grid_size(q.device, tasks, npu),)
-        spec.launch(grid, q, dout, places, p, dz, dkv, tasks, keys, row0, count, first_slot, slots, count.bit_length())
+    if not keys:
+        return
+    tiles = range_spec(q.dtype, N, D, column, listed, False, npu).consts
+    tasks = triton.cdiv(keys, tiles["BM"]) * triton.cdiv(D, tiles["BD"])
+    splits = 1 if npu else min(count, triton.cdiv(WAVES * device_properties(q.device).cube_cores, tasks))
+    target = dkv if splits == 1 else torch.empty((splits, *dkv.shape), dtype=dkv.dtype, device=dkv.device)
+    grid = (grid_size(q.device, tasks * splits, npu),)
+    range_spec(q.dtype, N, D, column, listed, splits > 1, npu).launch(
+        grid, q, dout, places, counts, p, dz, target, tasks * splits, keys, row0, count, first_slot, slots, count.bit_length(), splits
+    )
+    if splits > 1:
+        dkv += target.sum(0)
 
 
 def specs(shape: ModelShape) -> Iterator[Spec]:
@@ -380,11 +235,17 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     for npu in (False, True):
         for mode in (NONE, ALL, SELECTED):
             yield forward_spec(dtype, N, D, mode, True, npu)
-            yield dq_spec(dtype, N, D, mode, npu)
+            yield dq_spec(dtype, N, D, mode, False, npu)
         yield probs_spec(dtype, N, D, npu)
+    yield dq_spec(dtype, N, D, SELECTED, True)
+    for column, listed in ((0, False), (2, False), (2, True)):
+        for split in (False, True):
+            yield range_spec(dtype, N, D, column, listed, split)
     for column in (0, 2):
-        yield range_spec(dtype, N, D, column)
+        yield range_spec(dtype, N, D, column, npu=True)
     for partial, npu in ((False, False), (True, False), (True, True)):
         yield selected_spec(dtype, N, D, partial, npu)
+    yield used_spec()
+    yield count_spec()
     yield owner_spec(dtype, D)
     yield sink_gradient_spec(N)

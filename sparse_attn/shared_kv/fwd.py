@@ -18,8 +18,9 @@ import triton.language as tl
 
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.core import load_rows, product, range_rows, selected_rows, store_rows, used_slots, used_slots_ascend
+from sparse_attn.shared_kv.core import load_ranges, load_rows, product, range_rows, selected_rows, store_rows, tile_rows, used_slots_ascend
 from sparse_attn.shared_kv.places import places_of
+from sparse_attn.shared_kv.used import used_of
 
 INDEX_BLOCK = 512
 
@@ -54,7 +55,7 @@ def attend(
 
 @triton.jit
 def forward_task(
-    task, q, ori_kv, cmp_kv, indices, sinks, places, out, lse, rows, K, scale2,
+    task, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
@@ -82,27 +83,33 @@ def forward_task(
         m = tl.where(finite, sink * 1.4426950408889634, m)
         l = tl.where(finite, 1.0, l)
 
-    begin = tl.load(places + row * 4)
-    end = tl.load(places + row * 4 + 1)
-    for key in range(begin, end, BN):
-        key_rows, seen = range_rows(begin, key + n, end)
-        m, l, acc0, acc1 = attend(ori_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
-    if COMPRESSED == 1:
-        begin = tl.load(places + row * 4 + 2)
-        end = tl.load(places + row * 4 + 3)
+    if ASCEND:  # a loop a tensor: a pointer cannot be chosen there
+        begin = tl.load(places + row * 4)
+        end = tl.load(places + row * 4 + 1)
         for key in range(begin, end, BN):
             key_rows, seen = range_rows(begin, key + n, end)
-            m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
-    if COMPRESSED == 2:
-        begin = tl.load(places + row * 4 + 2)
-        end = tl.load(places + row * 4 + 3)
-        if ASCEND:
+            m, l, acc0, acc1 = attend(ori_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+        if COMPRESSED == 1:
+            begin = tl.load(places + row * 4 + 2)
+            end = tl.load(places + row * 4 + 3)
+            for key in range(begin, end, BN):
+                key_rows, seen = range_rows(begin, key + n, end)
+                m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+        if COMPRESSED == 2:
+            begin = tl.load(places + row * 4 + 2)
+            end = tl.load(places + row * 4 + 3)
             slots = used_slots_ascend(indices, row * K, K, end - begin, BK)
-        else:
-            slots = used_slots(indices, row * K, K, end - begin, BK)
-        for slot in range(0, slots, BN):
-            key_rows, seen = selected_rows(indices, row * K, slot + n, slots, begin, end)
-            m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+            for slot in range(0, slots, BN):
+                key_rows, seen = selected_rows(indices, row * K, slot + n, slots, begin, end)
+                m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+    else:
+        ori_begin, ori_count, cmp_begin, cmp_count, slots = load_ranges(places, used, row, COMPRESSED)
+        ori_tiles = (ori_count + BN - 1) // BN
+        for tile in range(0, ori_tiles + (slots + BN - 1) // BN):
+            keys, key_rows, seen = tile_rows(
+                ori_kv, cmp_kv, indices, row * K, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED, BN
+            )
+            m, l, acc0, acc1 = attend(keys, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
 
     nothing = l == 0.0
     mass = tl.where(nothing, 1.0, l)
@@ -119,7 +126,7 @@ def forward_task(
 
 @triton.jit(do_not_specialize=["tasks", "rows", "K", "scale"])
 def attention_fwd_kernel(
-    q, ori_kv, cmp_kv, indices, sinks, places, out, lse, tasks, rows, K, scale,
+    q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, tasks, rows, K, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
@@ -127,12 +134,12 @@ def attention_fwd_kernel(
     if ASCEND:
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
             forward_task(
-                task, q, ori_kv, cmp_kv, indices, sinks, places, out, lse, rows, K, scale2,
+                task, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
                 N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND,
             )  # fmt: skip
     else:
         forward_task(
-            tl.program_id(0), q, ori_kv, cmp_kv, indices, sinks, places, out, lse, rows, K, scale2,
+            tl.program_id(0), q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
             N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND,
         )  # fmt: skip
 
@@ -213,7 +220,8 @@ _NUMBERS = {"tasks": "i32", "rows": "i32", "K": "i32", "scale": "fp32"}
 @cache
 def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, npu: bool = False) -> Spec:
     x, tiles = f"*{TRITON_DTYPE[dtype]}", (ascend_tiles if npu else forward_tiles)(dtype, N, D)
-    types = {"q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "out": x, "lse": "*fp32", **_NUMBERS}
+    types = {"q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "used": "*i32"}
+    types |= {"out": x, "lse": "*fp32", **_NUMBERS}
     return Spec(
         attention_fwd_kernel,
         types=types,
@@ -263,7 +271,8 @@ def attention_fwd(
     spec = forward_spec(q.dtype, N, D, mode, sinks is not None, npu)
     tasks = rows * triton.cdiv(N, spec.consts["BH"])
     sink = lse if sinks is None else sinks.contiguous()
-    spec.launch((grid_size(q.device, tasks, npu),), q, ori_kv, cmp_kv, indices, sink, places, out, lse, tasks, rows, K, scale)
+    used = used_of(indices, places) if mode == SELECTED and not npu else places
+    spec.launch((grid_size(q.device, tasks, npu),), q, ori_kv, cmp_kv, indices, sink, places, used, out, lse, tasks, rows, K, scale)
     if return_cmp_probs and mode == NONE:
         probs.zero_()  # there is no entry that a slot could hold
     elif return_cmp_probs:

@@ -31,7 +31,7 @@ def sink_gradient_kernel(sinks, lse, delta, part, rows, N: tl.constexpr, NP: tl.
 def sink_gradient_spec(N: int) -> Spec:
     types = {"sinks": "*fp32", "lse": "*fp32", "delta": "*fp32", "part": "*fp32", "rows": "i32"}
     NP = triton.next_power_of_2(N)
-    return Spec(sink_gradient_kernel, types=types, consts={"N": N, "NP": NP, "BM": max(1, TILE // NP)})
+    return Spec(sink_gradient_kernel, types=types, consts={"N": N, "NP": NP, "BM": min(64, TILE // NP)})
 
 
 def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
