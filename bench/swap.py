@@ -68,7 +68,7 @@ def ceiling() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=0.6e9, help="at least this many")
-    parser.add_argument("--buckets", default="16,64,256", help="slot sizes to try, MiB")
+    parser.add_argument("--buckets", default="4,16,64,256", help="slot sizes to try, MiB")
     parser.add_argument("--rep", type=int, default=7, help="steps to time")
     args = parser.parse_args()
     print(environment())
@@ -99,7 +99,7 @@ def main() -> None:
         total = (before + state) / count
         equal = "" if torch.equal(got, want) else "  NOT EQUAL"
         print(f"{name:24}{total:28.2f}{state / 2**30:22.3f}{host / 2**30:13.3f}{step:10.2f}{whole:13.2f}{rate:>8}{setup:10.2f}{equal}")
-        del optimizer, params, moments
+        del optimizer, params, moments, end
         torch.cuda.empty_cache()
     print(f"{count / 1e9:.3f} G parameters, fp32; bits of all rows compared after {args.rep + 1} steps")
 
