@@ -65,7 +65,9 @@ def write_default_text(path: Path) -> None:
         raise ConfigError("this Python comes without pydoc_data, the default text; name one with --data PATH") from error
     paragraphs = dict.fromkeys(part for name in sorted(topics) for part in topics[name].strip().split("\n\n"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+    temporary.replace(path)  # a run that is killed here leaves no half of it for the next one
 
 
 def find_files(data: str) -> list[Path]:

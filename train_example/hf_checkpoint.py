@@ -174,8 +174,8 @@ def _from_rank_0(action: Any) -> Any:
     if dist.get_rank() == 0:
         try:
             box[0] = action()
-        except (ValueError, OSError) as error:
-            box[1] = str(error)
+        except Exception as error:  # whatever stops rank 0 has to stop the others, which wait for it below
+            box[1] = str(error) if isinstance(error, (ValueError, OSError)) else repr(error)
     dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
         raise ConfigError(box[1])
