@@ -13,17 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.dist_util import run_distributed
 from tests.test_hf_parity import KINDS, YARN, hf_config, hf_model
-from tests.trainer_util import SMALL, gathered, run_config, sharded
+from tests.trainer_util import SMALL, gathered, plain_model, run_config, sharded
 from train_example import checkpoint, hf_checkpoint
+from train_example import parallel as parallel_module
 from train_example.config import FLASH, PRO, TINY
 from train_example.data import Dataset, Text
-from train_example.hf_checkpoint import check_target, load_folder, save_folder
+from train_example.hf_checkpoint import check_target, load_folder, owned, save_folder
 from train_example.hf_config import config_from_folder, config_from_hf, config_to_hf
 from train_example.hf_map import from_hf
 from train_example.metrics import read_metrics
+from train_example.model import fp32_islands
 from train_example.moe import hash_table
 from train_example.parallel import init_parallel, shutdown
 from train_example.run_config import ConfigError
@@ -162,6 +165,29 @@ def test_one_process_and_module_names_and_bf16(folders, tmp_path):
     assert torch.equal(got["head.weight"], want["head.weight"].bfloat16().float())
     assert torch.equal(got["layers.1.moe.experts.w_down"], want["layers.1.moe.experts.w_down"].bfloat16().float())
     shutdown()
+
+
+@pytest.mark.parametrize(("world", "ep", "rank"), [(6, 2, 3), (9, 3, 5), (4, 2, 3), (3, 1, 2), (5, 1, 1), (1, 1, 0)])
+def test_owned_is_what_a_rank_holds(monkeypatch, world, ep, rank):
+    """Every parameter, with a process group that only pretends. 6 over ep 2 leaves 3, which divide no dimension of an expert.
+
+    A world size each: torch remembers a mesh of the same shape, and with it the rank that it was made for.
+    """
+    config = run_config(model={"num_experts": 6})
+    monkeypatch.setitem(parallel_module.BACKENDS, "cpu", "fake")
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        model = plain_model(config)
+        full = {name: param.detach().clone() for name, param in model.named_parameters()}
+        parallel_module.parallelize(model, fp32_islands(model), init_parallel(torch.device("cpu"), ep, 60), torch.float32)
+        strided = 0
+        for name, param in model.named_parameters():
+            part = tuple(slice(start, end) for start, end in owned(param))
+            assert torch.equal(full[name][part], param.to_local()), (name, param.placements, part)
+            strided += any(hasattr(placement, "split_factor") for placement in param.placements)
+        assert (strided > 0) == (world in (6, 9))
+    finally:
+        dist.destroy_process_group()
 
 
 def changed(source: Path, target: Path, change) -> Path:
