@@ -67,6 +67,19 @@ def test_same_bits(fused, bucket):
         assert len(swap.buckets) == padded // ALIGN + 1, "one for the empty group; parameters are cut where a slot ends"
 
 
+def test_filled_in_place_it_goes_on():
+    """As a resume does: moments and steps of parameters that this one cuts and the other did not."""
+    one, two, resident, swap = both("cpu", True, 2**26)
+    steps(one, two, resident, swap, 3)
+    swap.synchronize()
+    other = SwapAdamW(groups(two), fused=True, bucket_bytes=8 * ALIGN, **OPTIONS)
+    for param in two:
+        for name, value in swap.state[param].items():
+            other.state[param][name].copy_(value)
+    steps(one, two, resident, other, 2)
+    check_equal(one, two, resident, other)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bucket", [8 * ALIGN, 2**26])
 def test_same_bits_on_a_gpu_with_work_before_and_behind(bucket):
