@@ -48,7 +48,9 @@ from sparse_attn.shared_kv.used import used_of, used_spec
 CHUNK_BYTES = 1 << 30
 # Entries a slot of the lists up to which the dense form is taken. Its products grow with the entries, its sums need no atomics.
 DENSE_LIMIT = 2
-WAVES = 4  # programs a multiprocessor that the tiles of a range's keys are shared out to
+# Programs a multiprocessor that the tiles of a range's keys are shared out to: keys of a window are seen by equally many queries, the first
+# entries by more than the last
+WAVES = {0: 1, 2: 2}
 
 
 def gradient_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
@@ -88,7 +90,7 @@ def _channels(dtype: torch.dtype, D: int) -> int:
 
 @cache
 def range_spec(dtype: torch.dtype, N: int, D: int, column: int, listed: bool = False, split: bool = False, npu: bool = False) -> Spec:
-    """16-bit types on a GPU: 128 keys x 128 channels, three tiles of queries in flight; elsewhere half of the keys."""
+    """16-bit types on a GPU: 128 keys x 256 channels; elsewhere 64 keys."""
     x, wide = f"*{TRITON_DTYPE[dtype]}", not npu and dtype != torch.float32
     return Spec(
         range_dkv_kernel,
@@ -97,11 +99,11 @@ def range_spec(dtype: torch.dtype, N: int, D: int, column: int, listed: bool = F
             **dict.fromkeys(("tasks", "keys", "row0", "rows", "first_slot", "slots", "steps", "splits"), "i32"),
         },
         consts={
-            "N": N, "D": D, "COLUMN": column, "LISTED": listed, "SPLIT": split, "NH": _padded_heads(N), "BM": 128 if wide else 64,
-            "BD": _channels(dtype, D),
+            "N": N, "D": D, "COLUMN": column, "LISTED": listed, "SPLIT": split, "NH": min(64, _padded_heads(N)), "BM": 128 if wide else 64,
+            "BD": min(256, max(16, triton.next_power_of_2(D))) if wide else _channels(dtype, D),
         },
         num_warps=8 if wide else 4,
-        num_stages=3 if wide else 1,
+        num_stages=2 if wide else 1,
         targets=NPU if npu else GPU,
     )  # fmt: skip
 
@@ -126,7 +128,7 @@ def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool, npu: bool =
             "ASCEND": npu,
         },
         num_warps=4,
-        num_stages=2 if dtype != torch.float32 else 1,
+        num_stages=3 if dtype != torch.float32 else 1,
         targets=NPU if npu else GPU,
     )  # fmt: skip
 
@@ -214,7 +216,7 @@ def _add_range(
         return
     tiles = range_spec(q.dtype, N, D, column, listed, False, npu).consts
     tasks = triton.cdiv(keys, tiles["BM"]) * triton.cdiv(D, tiles["BD"])
-    splits = 1 if npu else min(count, triton.cdiv(WAVES * device_properties(q.device).cube_cores, tasks))
+    splits = 1 if npu else max(1, min(count, WAVES[column] * device_properties(q.device).cube_cores // tasks))
     target = dkv if splits == 1 else torch.empty((splits, *dkv.shape), dtype=dkv.dtype, device=dkv.device)
     grid = (grid_size(q.device, tasks * splits, npu),)
     range_spec(q.dtype, N, D, column, listed, splits > 1, npu).launch(

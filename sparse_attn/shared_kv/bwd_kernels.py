@@ -180,10 +180,11 @@ def range_dkv_kernel(
     N: tl.constexpr, D: tl.constexpr, COLUMN: tl.constexpr, LISTED: tl.constexpr, SPLIT: tl.constexpr,
     NH: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """What queries row0, ... give to a tile of BM keys and BD channels: added to dkv [keys, D] fp32, or, SPLIT, every splits-th of them
-    written to dkv [splits, keys, D]. COLUMN is the range's in places; LISTED: only keys with counts [queries, keys] above 0."""
+    """What queries row0, ... give to a tile of BM keys and BD channels: added to dkv [keys, D] fp32, or, SPLIT, every splits-th block
+    of their heads written to dkv [splits, keys, D]. COLUMN is the range's in places; LISTED: only keys with counts [queries, keys] above 0."""
     SLICES: tl.constexpr = (D + BD - 1) // BD
     EVEN: tl.constexpr = D % BD == 0
+    BLOCKS: tl.constexpr = (N + NH - 1) // NH  # blocks of heads of a query
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         split = 0
         step = 1
@@ -195,8 +196,6 @@ def range_dkv_kernel(
         key0 = (tile // SLICES) * BM
         key = key0 + tl.arange(0, BM)
         d = (tile % SLICES) * BD + tl.arange(0, BD)
-        h = tl.arange(0, NH)
-        on = h < N
         inside = key < keys
         if SPLIT:
             acc = tl.zeros([BM, BD], tl.float32)
@@ -204,8 +203,10 @@ def range_dkv_kernel(
             acc = load_rows(dkv, key.to(tl.int64), inside, d, D, EVEN)
         first = rows_up_to(places + COLUMN + 1, row0, rows, key0, steps)  # before it ranges end at or before the tile
         last = rows_up_to(places + COLUMN, row0, rows, key0 + BM - 1, steps)  # from it on they begin after the tile
-        for local in range(first + split, last, step):
-            row = (row0 + local).to(tl.int64)
+        for i in range(first * BLOCKS + split, last * BLOCKS, step):
+            row = (row0 + i // BLOCKS).to(tl.int64)
+            h = (i % BLOCKS) * NH + tl.arange(0, NH)
+            on = h < N
             begin = tl.load(places + row * 4 + COLUMN)
             end = tl.load(places + row * 4 + COLUMN + 1)
             seen = (key >= begin) & (key < end)
