@@ -18,6 +18,7 @@ from tests.trainer_util import gathered, parameters, run_config, sharded, tokens
 from train_example import checkpoint
 from train_example.metrics import read_metrics
 from train_example.optim import make_optimizer
+from train_example.parallel import shutdown
 from train_example.run_config import ConfigError
 from train_example.step import train_step
 from train_example.train import train
@@ -66,6 +67,8 @@ def _runs(rank: int, world: int, folder: str, text: str) -> dict[str, Any]:
     equal = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(*states)]
     earlier = str(out / "straight" / "checkpoints" / "step_00000004")
     row = train(run_config(out=str(out / "fsdp"), **{**settings, "ep": 1}, resume=earlier))
+    # a run of one process, with all sequences of a step in its batch, goes on in two
+    train(run_config(**{**settings, "out": str(out / "two"), "resume": str(out / "one" / "checkpoints" / "step_00000003")}))
     # another model, other data
     other_text = str(Path(text).with_name("other.txt"))
     refused = {}
@@ -93,6 +96,11 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     text = folder / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 60)
     (folder / "other.txt").write_text("the quick brown cat jumps over the lazy dog; " * 60)
+    alone = {"data": str(text), "seq_len": 16, "batch": 4, "save_every": 3, "keep": -1}
+    try:
+        train(run_config(out=str(folder / "one"), **alone))
+    finally:
+        shutdown()
     return folder, run_distributed(_runs, 2, str(folder), str(text), timeout_s=60)
 
 
@@ -144,6 +152,17 @@ def test_checkpoint_of_ep2_resumes_with_fsdp_only(runs):
     assert found[0]["fsdp_row"]["step"] == 6
     assert found[0]["fsdp_row"]["loss"] == pytest.approx(want["loss"], rel=1e-4)
     assert found[0]["fsdp_row"]["tokens"] == want["tokens"]
+
+
+def test_run_of_one_process_goes_on_in_two(runs):
+    folder, _ = runs
+    alone, two = rows(folder / "one"), rows(folder / "two")
+    assert [row["step"] for row in two] == [4, 5, 6]
+    for got, want in zip(two, alone[3:], strict=True):
+        assert got["tokens"] == want["tokens"]
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-4)
+        assert got["lr"] == want["lr"]
+    assert abs(alone[2]["loss"] / alone[3]["loss"] - 1) > 1e-3, "other sequences would show"
 
 
 def test_only_whole_and_newest_checkpoints_are_kept(runs):
