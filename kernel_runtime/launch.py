@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import triton
 
+from kernel_runtime.direct import direct_launch
+
 TRITON_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 CUDA_SMEM_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # hints of GPU compilers; Triton-Ascend has no such option and refuses a launch that passes one
@@ -71,11 +73,19 @@ class Spec:
         """The options without those that are hints to GPU compilers."""
         return {name: value for name, value in self.options.items() if name not in GPU_HINTS}
 
+    @cached_property
+    def direct(self) -> Callable[[tuple[int, ...], tuple[Any, ...]], Any] | None:
+        """How `launch` starts the kernel without Triton's binding of arguments, None where it cannot."""
+        return direct_launch(self.kernel, self.types, tuple(self.consts), self.keywords)
+
     def launch(self, grid: Sequence[int], *args: Any) -> Any:
         """Starts the kernel on the current device and stream; `args` are the run-time arguments in order."""
         for observer in LAUNCH_OBSERVERS:
             observer(self, args)
-        return self.kernel[tuple(grid)](*args, **self.keywords)
+        grid = tuple(grid)
+        if self.direct is None:
+            return self.kernel[grid](*args, **self.keywords)
+        return self.direct(grid, args)
 
     @property
     def portable(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mhc_ops
+from kernel_runtime import record
 from mhc_ops.pre import fwd as pre_kernels
 from mhc_ops.project import fwd as project_kernels
 from reference import mhc as reference
@@ -168,8 +169,22 @@ def test_replay_from_coefficients_is_bit_equal(kernel_device, name, with_pre_mix
     assert torch.equal(y, mhc_ops.pre_bmm(inputs["pre_mix"] if with_pre_mix else pre, replayed, impl="triton"))
 
 
+@pytest.fixture
+def no_plans():
+    """Launch plans are kept by shape; none from before is used, and none made inside stays."""
+    from mhc_ops.boundary.fwd import expand_plan
+    from mhc_ops.pre.bwd import site_plan
+
+    plans = expand_plan, site_plan, pre_kernels.gates_plan, project_kernels.project_plan
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
+
+
 @pytest.mark.interpret
-def test_forms_for_ascend(monkeypatch):
+def test_forms_for_ascend(monkeypatch, no_plans):
     """The forms that loop over their programs (and post_bwd without tuples) give the same as those of a GPU."""
     import mhc_ops.boundary.fwd
     import mhc_ops.head.fwd
@@ -188,9 +203,13 @@ def test_forms_for_ascend(monkeypatch):
             original = getattr(module, spec)
             monkeypatch.setattr(module, spec, lambda *a, original=original: original(*a[:-1], True))
         monkeypatch.setattr(module, "row_grid", lambda device, programs: min(3, programs))
-    for name in OPS:
-        for n in (3, 4):
-            check("cpu", monkeypatch, name, MhcShape(1, 5, n, 40))
+    with record() as recording:
+        for name in OPS:
+            for n in (3, 4):
+                check("cpu", monkeypatch, name, MhcShape(1, 5, n, 40))
+    assert {spec.name: spec.consts["LOOP"] for spec in recording.specs if "LOOP" in spec.consts} == dict.fromkeys(
+        ("post_fwd_kernel", "expand_split_kernel", "gates_collapse_kernel", "gates_dpre_kernel", "head_fwd_kernel"), True
+    )
     inputs = [make_inputs("hc_post", MhcShape(1, 5, 5, 300), dtype=FP32)[k] for k in ("f", "x", "post", "comb")]
     dout = torch.randn(1, 5, 5, 300, generator=torch.Generator().manual_seed(3))
     got, want = (mhc_ops.post.bwd.post_bwd(dout, *inputs, npu=npu) for npu in (True, False))

@@ -1,7 +1,6 @@
 """The vector BMMs backward: one token a program, all of its D columns. Letters as in mhc_ops/project/core.py.
 
-Tiles are [P, R, 8]: 8 neighbouring columns are one load of a thread, which also sums over them and over the streams by itself; threads
-and warps meet once per token, after the loop. Loads are staged ahead although there is no product to hide.
+On a GPU post_bmm and res_bmm are the two halves of the expansion's backward, mhc_ops/post/bwd.py.
 Ascend has vectors in place of threads and gets other tiles: mhc_ops/bmm/ascend/bwd.py.
 """
 
@@ -16,110 +15,30 @@ from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.bmm import fwd
 from mhc_ops.bmm.ascend import bwd as ascend
-from mhc_ops.project.core import row_grid
-
-STAGES = 4
+from mhc_ops.post.bwd import expand_bwd_program, tile
+from mhc_ops.project.core import row_grid, stream_sums
 
 
 @triton.jit
-def pre_bmm_bwd_kernel(dy, pre, x, dpre, dx, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):
+def pre_bmm_bwd_kernel(
+    dy, pre, x, dpre, dx, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
+):
     """dpre[n] = sum_d dy[d] * x[n, d];  dx[n, d] = pre[n] * dy[d]"""
     t = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, P)
-    n = tl.arange(0, P)[:, None, None]
-    column = tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    weight = tl.load(pre + t * N + i, mask=i < N, other=0.0)[:, None, None]
-    acc = tl.zeros((P, R), tl.float32)
-    for d0 in tl.range(0, D, R * 8, num_stages=STAGES):
-        d = d0 + column
-        on = (n < N) & (d < D)[None, :, :]
-        at = t * (N * D) + n * D + d[None, :, :]
-        g = tl.load(dy + t * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :, :]
-        v = tl.load(x + at, mask=on, other=0.0).to(tl.float32)
-        acc += tl.sum(v * g, 2)
-        tl.store(dx + at, (weight * g).to(dx.dtype.element_ty), mask=on)
-    tl.store(dpre + t * N + i, tl.sum(acc, 1), mask=i < N)
+    tl.store(dpre + t * N + i, stream_sums(dy, x, t, pre, dx, N, P, D, R, W, STAGES, True), mask=i < N)
 
 
 @triton.jit
-def post_bmm_bwd_kernel(dout, post, f, dpost, df, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):
+def post_bmm_bwd_kernel(dout, post, f, dpost, df, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):
     """dpost[k] = sum_d dout[k, d] * f[d];  df[d] = sum_k post[k] * dout[k, d]"""
-    t = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, P)
-    k = tl.arange(0, P)[:, None, None]
-    column = tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    weight = tl.load(post + t * N + i, mask=i < N, other=0.0)[:, None, None]
-    acc = tl.zeros((P, R), tl.float32)
-    for d0 in tl.range(0, D, R * 8, num_stages=STAGES):
-        d = d0 + column
-        on = (k < N) & (d < D)[None, :, :]
-        g = tl.load(dout + t * (N * D) + k * D + d[None, :, :], mask=on, other=0.0).to(tl.float32)
-        v = tl.load(f + t * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :, :]
-        acc += tl.sum(g * v, 2)
-        tl.store(df + t * D + d, tl.sum(g * weight, 0).to(df.dtype.element_ty), mask=d < D)
-    tl.store(dpost + t * N + i, tl.sum(acc, 1), mask=i < N)
+    expand_bwd_program(tl.program_id(0), dout, f, f, post, post, df, df, dpost, dpost, N, D, R, W, STAGES, MIX=False)
 
 
 @triton.jit
-def _res_row(g, acc, comb, x, dx, on, j, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Row j at a tile g of dout: stores dx[j] and returns acc plus this tile's part of dcomb[j]. comb, x, dx point at the token."""
-    i = tl.arange(0, P)
-    weight = tl.load(comb + j * N + i, mask=i < N, other=0.0)[:, None, None]
-    tl.store(dx + j * D, tl.sum(g * weight, 0).to(dx.dtype.element_ty), mask=on)
-    return acc + tl.sum(g * tl.load(x + j * D, mask=on, other=0.0).to(tl.float32)[None, :, :], 2)
-
-
-@triton.jit
-def res_bmm_bwd_kernel(dout, comb, x, dcomb, dx, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr):
+def res_bmm_bwd_kernel(dout, comb, x, dcomb, dx, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):
     """dcomb[j, k] = sum_d x[j, d] * dout[k, d];  dx[j, d] = sum_k comb[j, k] * dout[k, d]"""
-    t = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, P)
-    k = tl.arange(0, P)[:, None, None]
-    column = tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    row = t * (N * D)
-    comb += t * (N * N)
-    dcomb += t * (N * N) + i
-    # one accumulator a row of dcomb, named one by one because Triton 3.2 has no tuples of tensors
-    a0 = tl.zeros((P, R), tl.float32)
-    a1 = a0
-    a2 = a0
-    a3 = a0
-    a4 = a0
-    a5 = a0
-    a6 = a0
-    a7 = a0
-    for d0 in tl.range(0, D, R * 8, num_stages=STAGES):
-        d = d0 + column
-        on = d < D
-        g = tl.load(dout + row + k * D + d[None, :, :], mask=(k < N) & on[None, :, :], other=0.0).to(tl.float32)
-        a0 = _res_row(g, a0, comb, x + row + d, dx + row + d, on, 0, N, D, P)
-        a1 = _res_row(g, a1, comb, x + row + d, dx + row + d, on, 1, N, D, P)
-        if N > 2:
-            a2 = _res_row(g, a2, comb, x + row + d, dx + row + d, on, 2, N, D, P)
-        if N > 3:
-            a3 = _res_row(g, a3, comb, x + row + d, dx + row + d, on, 3, N, D, P)
-        if N > 4:
-            a4 = _res_row(g, a4, comb, x + row + d, dx + row + d, on, 4, N, D, P)
-        if N > 5:
-            a5 = _res_row(g, a5, comb, x + row + d, dx + row + d, on, 5, N, D, P)
-        if N > 6:
-            a6 = _res_row(g, a6, comb, x + row + d, dx + row + d, on, 6, N, D, P)
-        if N > 7:
-            a7 = _res_row(g, a7, comb, x + row + d, dx + row + d, on, 7, N, D, P)
-    tl.store(dcomb, tl.sum(a0, 1), mask=i < N)
-    tl.store(dcomb + N, tl.sum(a1, 1), mask=i < N)
-    if N > 2:
-        tl.store(dcomb + 2 * N, tl.sum(a2, 1), mask=i < N)
-    if N > 3:
-        tl.store(dcomb + 3 * N, tl.sum(a3, 1), mask=i < N)
-    if N > 4:
-        tl.store(dcomb + 4 * N, tl.sum(a4, 1), mask=i < N)
-    if N > 5:
-        tl.store(dcomb + 5 * N, tl.sum(a5, 1), mask=i < N)
-    if N > 6:
-        tl.store(dcomb + 6 * N, tl.sum(a6, 1), mask=i < N)
-    if N > 7:
-        tl.store(dcomb + 7 * N, tl.sum(a7, 1), mask=i < N)
+    expand_bwd_program(tl.program_id(0), dout, x, x, comb, comb, dx, dx, dcomb, dcomb, N, D, R, W, STAGES, FEED=False)
 
 
 ARGUMENTS = {
@@ -142,9 +61,8 @@ def backward_spec(op: str, dtype: torch.dtype, n: int, d: int, npu: bool) -> Spe
         return Spec(
             ascend.KERNELS[op], types={**types, "T": "i32"}, consts=consts, hot=True, targets=("ascend",), tokens=1, minimal_bytes=minimal
         )
-    rows = min(64, max(8, triton.next_power_of_2(d) // 8))
-    consts = {"N": n, "D": d, "P": p, "R": rows, "STAGES": STAGES}
-    warps = max(1, rows // 32)
+    sizes, warps = tile(dtype, n, d)
+    consts = {"N": n, "D": d, **({"P": p} if op == "pre" else {}), **sizes}
     return Spec(KERNELS[op], types, consts, num_warps=warps, hot=True, targets=("cuda", "hip"), tokens=1, minimal_bytes=minimal)
 
 

@@ -1,5 +1,7 @@
 """The vector BMMs forward: BLOCK_D columns of one token a program, coefficients as scalars. Letters as in mhc_ops/project/core.py.
 
+post_bmm and res_bmm are the two terms of the expansion, mhc_ops/post/core.py.
+
 One source for every target: with LOOP a program walks over many row blocks (an NPU has few cores and a small grid), without it does one.
 """
 
@@ -12,7 +14,8 @@ import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from mhc_ops.project.core import load_streams, load_weights, row_grid, weighted_streams
+from mhc_ops.post.core import expand_program
+from mhc_ops.project.core import cdiv, load_streams, load_weights, row_grid, weighted_streams
 
 BLOCK_D = 1024
 STREAM_DTYPE = {name: dtype for dtype, name in TRITON_DTYPE.items()}
@@ -20,6 +23,7 @@ STREAM_DTYPE = {name: dtype for dtype, name in TRITON_DTYPE.items()}
 
 @triton.jit
 def pre_bmm_program(p, pre, x, y, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """y[d] = sum_n pre[n] * x[n, d] for BD columns of one token"""
     blocks: tl.constexpr = (D + BD - 1) // BD
     t = (p // blocks).to(tl.int64)
     d = (p % blocks) * BD + tl.arange(0, BD)
@@ -28,32 +32,6 @@ def pre_bmm_program(p, pre, x, y, N: tl.constexpr, D: tl.constexpr, BD: tl.const
     w0, w1, w2, w3, w4, w5, w6, w7 = load_weights(pre + t * N, 1, N)
     v = weighted_streams(x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7, N)
     tl.store(y + t * D + d, v.to(y.dtype.element_ty), mask=on)
-
-
-@triton.jit
-def post_bmm_program(p, post, f, out, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    blocks: tl.constexpr = (D + BD - 1) // BD
-    t = (p // blocks).to(tl.int64)
-    d = (p % blocks) * BD + tl.arange(0, BD)
-    on = d < D
-    v = tl.load(f + t * D + d, mask=on, other=0.0).to(tl.float32)
-    for k in tl.static_range(N):
-        tl.store(out + t * (N * D) + k * D + d, (v * tl.load(post + t * N + k)).to(out.dtype.element_ty), mask=on)
-
-
-@triton.jit
-def res_bmm_program(p, comb, x, out, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """The FIRST index of comb is contracted."""
-    blocks: tl.constexpr = (D + BD - 1) // BD
-    t = (p // blocks).to(tl.int64)
-    d = (p % blocks) * BD + tl.arange(0, BD)
-    on = d < D
-    row = t * (N * D) + d
-    x0, x1, x2, x3, x4, x5, x6, x7 = load_streams(x + row, on, N, D)
-    for k in tl.static_range(N):
-        w0, w1, w2, w3, w4, w5, w6, w7 = load_weights(comb + t * (N * N) + k, N, N)
-        v = weighted_streams(x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7, N)
-        tl.store(out + row + k * D, v.to(out.dtype.element_ty), mask=on)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -71,9 +49,9 @@ def post_bmm_fwd_kernel(post, f, out, T, N: tl.constexpr, D: tl.constexpr, BD: t
     pid = tl.program_id(0)
     if LOOP:
         for i in range(0, tl.cdiv(T * ((D + BD - 1) // BD) - pid, tl.num_programs(0))):
-            post_bmm_program(pid + i * tl.num_programs(0), post, f, out, N, D, BD)
+            expand_program(pid + i * tl.num_programs(0), f, f, post, post, post, out, out, N, D, BD, False, MIX=False)
     else:
-        post_bmm_program(pid, post, f, out, N, D, BD)
+        expand_program(pid, f, f, post, post, post, out, out, N, D, BD, False, MIX=False)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -81,9 +59,9 @@ def res_bmm_fwd_kernel(comb, x, out, T, N: tl.constexpr, D: tl.constexpr, BD: tl
     pid = tl.program_id(0)
     if LOOP:
         for i in range(0, tl.cdiv(T * ((D + BD - 1) // BD) - pid, tl.num_programs(0))):
-            res_bmm_program(pid + i * tl.num_programs(0), comb, x, out, N, D, BD)
+            expand_program(pid + i * tl.num_programs(0), x, x, comb, comb, comb, out, out, N, D, BD, False, FEED=False)
     else:
-        res_bmm_program(pid, comb, x, out, N, D, BD)
+        expand_program(pid, x, x, comb, comb, comb, out, out, N, D, BD, False, FEED=False)
 
 
 @cache
@@ -111,7 +89,7 @@ def _forward(
     out = torch.empty((*lead, n, d) if streams else (*lead, d), dtype=tensor.dtype, device=tensor.device)
     if tokens := lead.numel():
         spec = forward_spec(op, tensor.dtype, n, d, tensor.device.type == "npu" if npu is None else npu)
-        grid = row_grid(tensor.device, tokens * triton.cdiv(d, spec.consts["BD"]))
+        grid = row_grid(tensor.device, tokens * cdiv(d, spec.consts["BD"]))
         spec.launch((grid,), coefficient, tensor, out, tokens)
     return out
 

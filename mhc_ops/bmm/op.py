@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, register_specs
 from mhc_ops.library import OPS
 from reference import mhc as reference
 
@@ -52,6 +52,12 @@ RES_BACKWARD = OPS.register(
     eager=_vjp(reference.res_bmm),
     triton="mhc_ops.bmm.bwd:res_bmm_bwd",
 )
+run_pre_forward = eager_call(PRE_FORWARD)
+run_pre_backward = eager_call(PRE_BACKWARD)
+run_post_forward = eager_call(POST_FORWARD)
+run_post_backward = eager_call(POST_BACKWARD)
+run_res_forward = eager_call(RES_FORWARD)
+run_res_backward = eager_call(RES_BACKWARD)
 register_specs("mhc_ops.bmm", "mhc_ops.bmm.bwd:specs")
 
 
@@ -60,12 +66,12 @@ class PreBmm(torch.autograd.Function):
     def forward(ctx, pre, x, impl):
         ctx.save_for_backward(pre, x)
         ctx.impl = impl
-        return PRE_FORWARD(pre, x, impl)
+        return run_pre_forward(pre, x, impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return *PRE_BACKWARD(dy, *ctx.saved_tensors, ctx.impl), None
+        return *run_pre_backward(dy, *ctx.saved_tensors, ctx.impl), None
 
 
 class PostBmm(torch.autograd.Function):
@@ -73,12 +79,12 @@ class PostBmm(torch.autograd.Function):
     def forward(ctx, post, f, impl):
         ctx.save_for_backward(post, f)
         ctx.impl = impl
-        return POST_FORWARD(post, f, impl)
+        return run_post_forward(post, f, impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        return *POST_BACKWARD(dout, *ctx.saved_tensors, ctx.impl), None
+        return *run_post_backward(dout, *ctx.saved_tensors, ctx.impl), None
 
 
 class ResBmm(torch.autograd.Function):
@@ -86,9 +92,9 @@ class ResBmm(torch.autograd.Function):
     def forward(ctx, comb, x, impl):
         ctx.save_for_backward(comb, x)
         ctx.impl = impl
-        return RES_FORWARD(comb, x, impl)
+        return run_res_forward(comb, x, impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        return *RES_BACKWARD(dout, *ctx.saved_tensors, ctx.impl), None
+        return *run_res_backward(dout, *ctx.saved_tensors, ctx.impl), None

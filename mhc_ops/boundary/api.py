@@ -6,7 +6,7 @@ import torch
 
 from kernel_runtime import apply_function, run_eager, select_impl
 from mhc_ops.boundary.op import PostPre
-from mhc_ops.library import check_expansion, check_iteration, check_site
+from mhc_ops.library import check_boundary, check_site_options
 from mhc_ops.recompute.active import recording
 from reference import mhc as reference
 
@@ -40,9 +40,8 @@ def hc_post_pre(
     Errors are those of hc_post and hc_pre.
     """
     op = "hc_post_pre"
-    check_expansion(op, f, x, post, comb)
-    check_site(op, x, fn, scale, base, pre_mix, return_pre, norm_eps)
-    check_iteration(op, iters, hc_eps, convention)
+    check_boundary(op, f, x, post, comb, fn, scale, base, pre_mix)
+    check_site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
     how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(

@@ -17,8 +17,8 @@ from kernel_runtime.registry import ModelShape
 from mhc_ops.boundary.fwd import forward_specs
 from mhc_ops.library import mix_columns
 from mhc_ops.post.bwd import expand_bwd_program, post_bwd, post_bwd_spec, tile
-from mhc_ops.pre.bwd import gates_dpre, no_tokens, site_bwd_specs, site_gradients
-from mhc_ops.project.bwd import REDUCE_BLOCK, dx_dfn, gate_width, reduce, reduce_spec, reduce_tile, reduce_tiles
+from mhc_ops.pre.bwd import no_tokens, site_bwd, site_bwd_specs, site_gradients, site_plan
+from mhc_ops.project.bwd import REDUCE_BLOCK, gate_width, reduce, reduce_spec, reduce_tile, reduce_tiles
 from mhc_ops.project.fwd import STREAM_DTYPE
 
 
@@ -62,18 +62,22 @@ def post_pre_bwd(
         return torch.empty_like(f), dx, torch.empty_like(post), torch.empty_like(comb), dfn, dscale, dbase, dpre_mix
     dstreams = None if dstreams is None else dstreams.contiguous()
     dy, dpre, dpost_out, dcomb_out = site_gradients(dy, dpre, dpost_out, dcomb_out, x, mixes)
-    pre, gates, dpre_mix = gates_dpre(
-        dy, dpre, dpost_out, dcomb_out, streams, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention
+    plan = site_plan(
+        x.device, x.dtype, n, d, m, tokens, iters, convention, dpre is not None, pre_mix is not None, dstreams is not None, True
     )  # fmt: skip
-    total, dfn_part, dgate_part = dx_dfn(dstreams, dy, streams, pre, *gates, fn, 3)
+    scratch = plan.scratch.allocate(x.device)
+    total = scratch[-1]
+    dfn_part, dgate_part, dpre_mix = site_bwd(
+        plan, scratch, dstreams, dy, dpre, dpost_out, dcomb_out, streams, fn, scale, base, pre_mix, mixes, rstd, hc_eps, total, tokens
+    )  # fmt: skip
+    groups = plan.dx.groups
     if x.device.type == "npu":
-        dfn, dbase, dscale = reduce(dfn_part, dgate_part, fn, 3)
+        dfn, dbase, dscale = reduce(dfn_part, dgate_part, groups, fn, 3)
         return *post_bwd(total, f, x, post, comb), dfn, dscale, dbase, dpre_mix
     df, dx, dpost, dcomb = torch.empty_like(f), torch.empty_like(x), torch.empty_like(post), torch.empty_like(comb)
     dfn, dscale, dbase = torch.empty_like(fn), torch.empty_like(scale), torch.empty_like(base)
     reduce_expand_bwd_spec(x.dtype, n, d).launch(
-        (reduce_tiles(m, k, 3) + tokens,), dfn_part, dgate_part, dfn, dbase, dscale, total, f, x, post, comb, df, dx, dpost, dcomb,
-        dfn_part.shape[0],
+        (reduce_tiles(m, k, 3) + tokens,), dfn_part, dgate_part, dfn, dbase, dscale, total, f, x, post, comb, df, dx, dpost, dcomb, groups
     )  # fmt: skip
     return df, dx, dpost, dcomb, dfn, dscale, dbase, dpre_mix
 

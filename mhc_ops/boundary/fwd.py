@@ -8,7 +8,7 @@ Reading the streams once for 1 and 2 was tried in several forms and lost: see mh
 """
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -20,8 +20,17 @@ from mhc_ops.library import mix_columns
 from mhc_ops.post.core import expand_program
 from mhc_ops.post.fwd import block_d
 from mhc_ops.pre.fwd import gates_collapse, gates_collapse_spec
-from mhc_ops.project.core import row_grid
-from mhc_ops.project.fwd import SPLIT_BLOCK, STREAM_DTYPE, fn_pieces, part_width, project_partials, project_spec, split_fn_tile, split_tiles
+from mhc_ops.project.core import PLANS, cdiv, row_grid
+from mhc_ops.project.fwd import (
+    SPLIT_BLOCK,
+    STREAM_DTYPE,
+    part_width,
+    project_partials,
+    project_plan,
+    project_spec,
+    split_fn_tile,
+    split_tiles,
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -59,24 +68,34 @@ def expand_split_spec(dtype: torch.dtype, n: int, d: int, pre_mix: bool, npu: bo
     return Spec(expand_split_kernel, types=types, consts=consts, num_warps=2, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
 
 
+@lru_cache(PLANS)
+def expand_plan(device: torch.device, dtype: torch.dtype, n: int, d: int, tokens: int, pre_mix: bool) -> tuple[Spec, tuple[int, ...]]:
+    spec = expand_split_spec(dtype, n, d, pre_mix, device.type == "npu")
+    programs = tokens * cdiv(d, spec.consts["BD"]) + (split_tiles(mix_columns(n), n * d) if spec.consts["SPLIT"] else 0)
+    return spec, (row_grid(device, programs),)
+
+
 def post_pre_fwd(f, x, post, comb, fn, scale, base, pre_mix, iters, hc_eps, norm_eps, convention):
     f, x, post, comb = f.contiguous(), x.contiguous(), post.contiguous(), comb.contiguous()
     fn, scale, base = fn.contiguous(), scale.contiguous(), base.contiguous()
     pre_mix = None if pre_mix is None else pre_mix.contiguous()
     n, d = x.shape[-2:]
     m, k = fn.shape
-    tokens = x.numel() // k
     streams, y = torch.empty_like(x), torch.empty_like(f)
-    part, split = base, 0
+    tokens, part, split = x.numel() // k, base, 0
     if tokens:
-        pieces = fn_pieces(fn, x.dtype)
-        spec = expand_split_spec(x.dtype, n, d, pre_mix is not None, x.device.type == "npu")
-        programs = tokens * triton.cdiv(d, spec.consts["BD"]) + (split_tiles(m, k) if pieces is not fn else 0)
+        device, dtype = x.device, x.dtype
+        plan = project_plan(device, dtype, m, k, tokens)
+        part, pieces = plan.scratch.allocate(device)
+        spec, grid = expand_plan(device, dtype, n, d, tokens, pre_mix is not None)
         spec.launch(
-            (row_grid(x.device, programs),), f, x, post, comb, post if pre_mix is None else pre_mix, fn, streams, y, pieces, tokens
+            grid, f, x, post, comb, post if pre_mix is None else pre_mix, fn, streams, y, pieces if plan.splits_fn else fn, tokens
         )  # fmt: skip
-        part, split = project_partials(streams, fn, pieces)
-    gates = gates_collapse(streams, part, split, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention, collapse=pre_mix is None)
+        project_partials(plan, streams, fn, part, pieces, tokens, split_fn=False)
+        split = plan.split
+    gates = gates_collapse(
+        streams, part, split, tokens, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention, collapse=pre_mix is None
+    )  # fmt: skip
     return streams, y, *gates
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, register_specs
 from mhc_ops.library import OPS
 from mhc_ops.pre import op as pre_op
 from mhc_ops.pre.op import OPTIONS, SITE
@@ -43,6 +43,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.boundary.bwd:post_pre_bwd",
 )
+run_forward = eager_call(FORWARD)
+run_backward = eager_call(BACKWARD)
 register_specs("mhc_ops.boundary", "mhc_ops.boundary.bwd:specs")
 
 
@@ -51,7 +53,7 @@ class PostPre(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, f, x, post, comb, fn, scale, base, pre_mix, *options):
-        streams, *outputs, mixes, rstd = FORWARD(f, x, post, comb, fn, scale, base, pre_mix, *options)
+        streams, *outputs, mixes, rstd = run_forward(f, x, post, comb, fn, scale, base, pre_mix, *options)
         ctx.save_for_backward(f, x, post, comb, streams, fn, scale, base, pre_mix, mixes, rstd)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -61,5 +63,5 @@ class PostPre(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         saved = ctx.saved_tensors
-        *found, dpre_mix = BACKWARD(*grads, *saved, *ctx.options)
+        *found, dpre_mix = run_backward(*grads, *saved, *ctx.options)
         return *found, None if saved[8] is None else dpre_mix, *(None,) * 5

@@ -15,8 +15,11 @@ from kernel_runtime.launch import Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.gates.core import comb_mask, gates_block_bwd, load_block, store_block, store_partial, token_mask
 from mhc_ops.gates.fwd import forward_spec
+from mhc_ops.library import mix_columns
+from mhc_ops.project.core import cdiv, padded
+from mhc_ops.sinkhorn.core import history
 
-REDUCE_TILE = 4096  # elements of the second stage's tile
+REDUCE_TILE = 1024  # elements of the second stage's tile
 
 
 def block_tokens(n: int) -> int:
@@ -51,52 +54,52 @@ def gates_bwd_kernel(
 
 @triton.jit(do_not_specialize=["G"])
 def reduce_partial_kernel(partial, dscale, dbase, G, M: tl.constexpr, C: tl.constexpr, BG: tl.constexpr):
-    """partial [G, M + 3] -> dbase [M] (the first columns), dscale [3] (the rest); one program, C >= M a power of two"""
-    c = tl.arange(0, C)
-    s = tl.arange(0, 4)
+    """partial [G, M + 3] -> dbase [M] (the first columns), dscale [3] (the rest); C columns a program"""
+    c = tl.program_id(0) * C + tl.arange(0, C)
     g = tl.arange(0, BG)
     acc = tl.zeros((BG, C), tl.float32)
-    acc_scale = tl.zeros((BG, 4), tl.float32)
     for g0 in range(0, G, BG):
         row = partial + (g0 + g)[:, None] * (M + 3)
-        live = (g0 + g < G)[:, None]
-        acc += tl.load(row + c[None, :], mask=live & (c < M)[None, :], other=0.0)
-        acc_scale += tl.load(row + M + s[None, :], mask=live & (s < 3)[None, :], other=0.0)
-    tl.store(dbase + c, tl.sum(acc, 0), mask=c < M)
-    tl.store(dscale + s, tl.sum(acc_scale, 0), mask=s < 3)
+        acc += tl.load(row + c[None, :], mask=(g0 + g < G)[:, None] & (c < M + 3)[None, :], other=0.0)
+    total = tl.sum(acc, 0)
+    tl.store(dbase + tl.minimum(c, M - 1), total, mask=c < M)
+    tl.store(dscale + tl.minimum(tl.maximum(c - M, 0), 2), total, mask=(c >= M) & (c < M + 3))
 
 
 @cache
-def backward_spec(n: int, iters: int, convention: str) -> Spec:
+def backward_spec(n: int, iters: int, convention: str, npu: bool = False) -> Spec:
     pointers = ("dpre", "dpost", "dcomb", "mixes", "scale", "base", "dmixes", "partial")
     return Spec(
         gates_bwd_kernel,
         types={**dict.fromkeys(pointers, "*fp32"), "T": "i32", "eps": "fp32"},
         consts={
-            "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": triton.next_power_of_2(iters),
+            "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": history(iters, convention, npu),
             "PAPER": convention == "paper", "BT": block_tokens(n),
         },
         num_warps=1,
         hot=True,
+        targets=("ascend",) if npu else ("cuda", "hip"),
     )  # fmt: skip
 
 
 @cache
-def reduce_spec(n: int) -> Spec:
-    m = n * n + 2 * n
-    columns = triton.next_power_of_2(m)
+def reduce_spec(n: int, npu: bool = False) -> Spec:
+    """A GPU takes one column a program and all rows at once, an NPU rows of whole columns."""
+    m = mix_columns(n)
+    columns = padded(m + 3) if npu else 1
     return Spec(
         reduce_partial_kernel,
         types={"partial": "*fp32", "dscale": "*fp32", "dbase": "*fp32", "G": "i32"},
         consts={"M": m, "C": columns, "BG": REDUCE_TILE // columns},
-        num_warps=8,
+        targets=("ascend",) if npu else ("cuda", "hip"),
     )
 
 
 def reduce_partial(partial: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """dscale [3], dbase [M] from the rows that store_partial wrote, partial [G, M + 3] fp32; zeros for G = 0."""
-    dscale, dbase = (torch.empty(size, dtype=torch.float32, device=partial.device) for size in (3, n * n + 2 * n))
-    reduce_spec(n).launch((1,), partial, dscale, dbase, partial.shape[0])
+    dscale, dbase = partial.new_empty(3), partial.new_empty(mix_columns(n))
+    spec = reduce_spec(n, partial.device.type == "npu")
+    spec.launch((cdiv(mix_columns(n) + 3, spec.consts["C"]),), partial, dscale, dbase, partial.shape[0])
     return dscale, dbase
 
 
@@ -112,10 +115,10 @@ def gates_bwd(
     ]
     dmixes = torch.empty_like(mixes)
     tokens = mixes.numel() // mixes.shape[-1]
-    programs = triton.cdiv(tokens, block_tokens(n))
+    programs = cdiv(tokens, block_tokens(n))
     partial = torch.empty((programs, mixes.shape[-1] + 3), dtype=torch.float32, device=mixes.device)
     if tokens:
-        spec = backward_spec(n, iters, convention)
+        spec = backward_spec(n, iters, convention, mixes.device.type == "npu")
         spec.launch((programs,), *grads, mixes, scale, base, dmixes, partial, tokens, hc_eps)
     return dmixes, *reduce_partial(partial, n)
 
@@ -123,5 +126,6 @@ def gates_bwd(
 def specs(shape: ModelShape) -> Iterator[Spec]:
     n = shape.hc_mult
     yield forward_spec(n, shape.sinkhorn_iters, "v4")
-    yield backward_spec(n, shape.sinkhorn_iters, "v4")
-    yield reduce_spec(n)
+    for npu in (False, True):
+        yield backward_spec(n, shape.sinkhorn_iters, "v4", npu)
+        yield reduce_spec(n, npu)

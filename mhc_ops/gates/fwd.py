@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernel_runtime.launch import Spec
 from mhc_ops.gates.core import comb_mask, gates_block, load_block, token_mask
+from mhc_ops.project.core import cdiv
 
 # [8, 4, 4] on one warp, as in sinkhorn/fwd.py
 BLOCK_TOKENS = 8
@@ -53,5 +54,5 @@ def gates_fwd(
     pre, post, comb = (torch.empty((*lead, *tail), dtype=torch.float32, device=mixes.device) for tail in ((n,), (n,), (n, n)))
     if tokens := mixes.numel() // mixes.shape[-1]:
         spec = forward_spec(n, iters, convention)
-        spec.launch((triton.cdiv(tokens, BLOCK_TOKENS),), mixes, scale, base, pre, post, comb, tokens, hc_eps)
+        spec.launch((cdiv(tokens, BLOCK_TOKENS),), mixes, scale, base, pre, post, comb, tokens, hc_eps)
     return pre, post, comb

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, register_specs
 from mhc_ops.library import OPS
 from reference import mhc as reference
 
@@ -40,6 +40,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.gates.bwd:gates_bwd",
 )
+run_forward = eager_call(FORWARD)
+run_backward = eager_call(BACKWARD)
 register_specs("mhc_ops.gates", "mhc_ops.gates.bwd:specs")
 
 
@@ -51,9 +53,9 @@ class Gates(torch.autograd.Function):
         ctx.save_for_backward(mixes, scale, base)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        return FORWARD(mixes, scale, base, *options)
+        return run_forward(mixes, scale, base, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dpre, dpost, dcomb):
-        return *BACKWARD(dpre, dpost, dcomb, *ctx.saved_tensors, *ctx.options), *(None,) * 5
+        return *run_backward(dpre, dpost, dcomb, *ctx.saved_tensors, *ctx.options), *(None,) * 5

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from kernel_runtime.launch import Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.head.fwd import forward_specs
-from mhc_ops.pre.bwd import gates_dpre, gates_dpre_spec, no_tokens
-from mhc_ops.project.bwd import dx_dfn, dx_dfn_spec, reduce, reduce_spec
+from mhc_ops.pre.bwd import gates_dpre_spec, no_tokens, site_bwd, site_plan
+from mhc_ops.project.bwd import dx_dfn_spec, reduce, reduce_spec
 from mhc_ops.project.fwd import STREAM_DTYPE
 
 
@@ -14,9 +16,13 @@ def head_bwd(dh, x, fn, scale, base, mixes, rstd, hc_eps, norm_eps):
     dh, x, fn, scale, base = dh.contiguous(), x.contiguous(), fn.contiguous(), scale.contiguous(), base.contiguous()
     if not x.numel():
         return no_tokens(x, fn, scale, base, None)[:4]
-    weights, gates, _ = gates_dpre(dh, None, mixes, mixes, x, scale, base, None, mixes, rstd, 1, hc_eps, "v4")
-    dx, dfn_part, dgate_part = dx_dfn(None, dh, x, weights, *gates, fn, 1)
-    dfn, dbase, dscale = reduce(dfn_part, dgate_part, fn, 1)
+    n, d = x.shape[-2:]
+    tokens = x.numel() // (n * d)
+    plan, dx = site_plan(x.device, x.dtype, n, d, n, tokens, 1, "v4", False, False), torch.empty_like(x)
+    dfn_part, dgate_part, _ = site_bwd(
+        plan, plan.scratch.allocate(x.device), None, dh, None, mixes, mixes, x, fn, scale, base, None, mixes, rstd, hc_eps, dx, tokens
+    )  # fmt: skip
+    dfn, dbase, dscale = reduce(dfn_part, dgate_part, plan.dx.groups, fn, 1)
     return dx, dfn, dscale, dbase
 
 

@@ -12,8 +12,8 @@ from kernel_runtime.registry import ModelShape
 from mhc_ops.gates.core import gate_pre
 from mhc_ops.pre.core import collapse_tile, token_mixes
 from mhc_ops.pre.fwd import BLOCK_D
-from mhc_ops.project.core import row_grid
-from mhc_ops.project.fwd import STREAM_DTYPE, max_split, part_width, partial_specs, project_partials
+from mhc_ops.project.core import cdiv, row_grid
+from mhc_ops.project.fwd import STREAM_DTYPE, max_split, part_width, partial_specs, project_partials, project_plan
 
 
 @triton.jit
@@ -64,10 +64,12 @@ def head_fwd(x, fn, scale, base, hc_eps, norm_eps):
     rstd = torch.empty(lead, dtype=torch.float32, device=x.device)
     tokens = x.numel() // (n * d)
     if tokens:
-        part, split = project_partials(x, fn)
+        plan = project_plan(x.device, x.dtype, n, n * d, tokens)
+        part, pieces = plan.scratch.allocate(x.device)
+        project_partials(plan, x, fn, part, pieces, tokens)
         spec = head_spec(x.dtype, n, d, x.device.type == "npu")
-        grid = (row_grid(x.device, tokens * triton.cdiv(d, BLOCK_D)),)
-        spec.launch(grid, x, part, scale, base, h, mixes, rstd, tokens, split, norm_eps, hc_eps)
+        grid = (row_grid(x.device, tokens * cdiv(d, BLOCK_D)),)
+        spec.launch(grid, x, part, scale, base, h, mixes, rstd, tokens, plan.split, norm_eps, hc_eps)
     return h, mixes, rstd
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, register_specs
 from mhc_ops.library import OPS, coefficient_dtype
 from reference import mhc as reference
 
@@ -38,6 +38,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.head.bwd:head_bwd",
 )
+run_forward = eager_call(FORWARD)
+run_backward = eager_call(BACKWARD)
 register_specs("mhc_ops.head", "mhc_ops.head.bwd:specs")
 
 
@@ -46,7 +48,7 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, fn, scale, base, *options):
-        h, mixes, rstd = FORWARD(x, fn, scale, base, *options)
+        h, mixes, rstd = run_forward(x, fn, scale, base, *options)
         ctx.save_for_backward(x, fn, scale, base, mixes, rstd)
         ctx.options = options
         return h
@@ -54,4 +56,4 @@ class Head(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dh):
-        return *BACKWARD(dh, *ctx.saved_tensors, *ctx.options), None, None, None
+        return *run_backward(dh, *ctx.saved_tensors, *ctx.options), None, None, None

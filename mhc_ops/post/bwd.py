@@ -27,50 +27,60 @@ from mhc_ops.project.fwd import STREAM_DTYPE
 def expand_bwd_program(
     t, dout, f, x, post, comb, df, dx, dpost, dcomb,
     N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+    FEED: tl.constexpr = True, MIX: tl.constexpr = True,
 ):  # fmt: skip
+    """FEED, MIX: with f and post, with x and comb (post_bmm and res_bmm have one pair of them)"""
     t = t.to(tl.int64)
     at = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
     row = t * (N * D) + at
     rowf = t * D + at
     p = ()
-    for k in tl.static_range(N):
-        p = p + (tl.load(post + t * N + k),)
+    if FEED:
+        for k in tl.static_range(N):
+            p = p + (tl.load(post + t * N + k),)
+    FIRST: tl.constexpr = N if FEED else 0  # of dcomb among the accumulators
     acc = ()
-    for _ in tl.static_range(N * N + N):
+    for _ in tl.static_range(FIRST + (N * N if MIX else 0)):
         acc = acc + (tl.zeros((R,), tl.float32),)
     for d in tl.range(0, D, R * W, num_stages=STAGES):
         on = at < D - d
         raw = ()
         for k in tl.static_range(N):
             raw = raw + (tl.load(dout + row + d + k * D, mask=on, other=0.0),)
-        fv = tl.load(f + rowf + d, mask=on, other=0.0)
+        if FEED:
+            fv = tl.load(f + rowf + d, mask=on, other=0.0)
         xs = ()
-        for j in tl.static_range(N):
-            xs = xs + (tl.load(x + row + d + j * D, mask=on, other=0.0),)
-        fv = fv.to(tl.float32)
+        if MIX:
+            for j in tl.static_range(N):
+                xs = xs + (tl.load(x + row + d + j * D, mask=on, other=0.0),)
         g = ()
         for k in tl.static_range(N):
             g = g + (raw[k].to(tl.float32),)
-        v = g[0] * p[0]
-        for k in tl.static_range(1, N):
-            v += g[k] * p[k]
-        tl.store(df + rowf + d, v.to(df.dtype.element_ty), mask=on)
         new = ()
-        for k in tl.static_range(N):
-            new = new + (acc[k] + tl.sum(g[k] * fv, 1),)
-        for j in tl.static_range(N):
-            xj = xs[j].to(tl.float32)
-            for k in tl.static_range(N):
-                new = new + (acc[N + j * N + k] + tl.sum(xj * g[k], 1),)
-            v = g[0] * tl.load(comb + t * (N * N) + j * N)
+        if FEED:
+            fv = fv.to(tl.float32)
+            v = g[0] * p[0]
             for k in tl.static_range(1, N):
-                v += g[k] * tl.load(comb + t * (N * N) + j * N + k)
-            tl.store(dx + row + d + j * D, v.to(dx.dtype.element_ty), mask=on)
+                v += g[k] * p[k]
+            tl.store(df + rowf + d, v.to(df.dtype.element_ty), mask=on)
+            for k in tl.static_range(N):
+                new = new + (acc[k] + tl.sum(g[k] * fv, 1),)
+        if MIX:
+            for j in tl.static_range(N):
+                xj = xs[j].to(tl.float32)
+                for k in tl.static_range(N):
+                    new = new + (acc[FIRST + j * N + k] + tl.sum(xj * g[k], 1),)
+                v = g[0] * tl.load(comb + t * (N * N) + j * N)
+                for k in tl.static_range(1, N):
+                    v += g[k] * tl.load(comb + t * (N * N) + j * N + k)
+                tl.store(dx + row + d + j * D, v.to(dx.dtype.element_ty), mask=on)
         acc = new
-    for k in tl.static_range(N):
-        tl.store(dpost + t * N + k, tl.sum(acc[k], 0))
-    for i in tl.static_range(N * N):
-        tl.store(dcomb + t * (N * N) + i, tl.sum(acc[N + i], 0))
+    if FEED:
+        for k in tl.static_range(N):
+            tl.store(dpost + t * N + k, tl.sum(acc[k], 0))
+    if MIX:
+        for i in tl.static_range(N * N):
+            tl.store(dcomb + t * (N * N) + i, tl.sum(acc[FIRST + i], 0))
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.post.core import expand_program
-from mhc_ops.project.core import row_grid
+from mhc_ops.project.core import cdiv, row_grid
 from mhc_ops.project.fwd import STREAM_DTYPE
 
 BLOCK_D = 512  # two warps; 1024 on four is the same at D = 4096 and leaves a tail at 2560
@@ -44,7 +44,7 @@ def post_fwd(f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.T
     tokens = x.numel() // (n * d)
     if tokens:
         spec = post_spec(x.dtype, n, d, x.device.type == "npu")
-        spec.launch((row_grid(x.device, tokens * triton.cdiv(d, spec.consts["BD"])),), f, x, post, comb, out, tokens)
+        spec.launch((row_grid(x.device, tokens * cdiv(d, spec.consts["BD"])),), f, x, post, comb, out, tokens)
     return out
 
 

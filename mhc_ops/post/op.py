@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, register_specs
 from mhc_ops.library import OPS
 from reference import mhc as reference
 
@@ -19,6 +19,8 @@ BACKWARD = OPS.register(
     eager=lambda dout, *inputs: eager_vjp(reference.hc_post, inputs, [dout]),
     triton="mhc_ops.post.bwd:post_bwd",
 )
+run_forward = eager_call(FORWARD)
+run_backward = eager_call(BACKWARD)
 register_specs("mhc_ops.post", "mhc_ops.post.bwd:specs")
 
 
@@ -29,9 +31,9 @@ class Post(torch.autograd.Function):
     def forward(ctx, f, x, post, comb, impl):
         ctx.save_for_backward(f, x, post, comb)
         ctx.impl = impl
-        return FORWARD(f, x, post, comb, impl)
+        return run_forward(f, x, post, comb, impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        return *BACKWARD(dout, *ctx.saved_tensors, ctx.impl), None
+        return *run_backward(dout, *ctx.saved_tensors, ctx.impl), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernel_runtime import apply_function, run_eager, select_impl
-from mhc_ops.library import check_iteration, check_site
+from mhc_ops.library import check_site, check_site_options
 from mhc_ops.pre.op import Pre
 from mhc_ops.recompute.active import recording
 from reference import mhc as reference
@@ -44,8 +44,8 @@ def hc_pre(
     TypeError for a wrong type or dtype, ValueError for a wrong shape, device, N, iters, eps, convention or impl.
     """
     op = "hc_pre"
-    check_site(op, x, fn, scale, base, pre_mix, return_pre, norm_eps)
-    check_iteration(op, iters, hc_eps, convention)
+    check_site(op, x, fn, scale, base, pre_mix)
+    check_site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
     how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(

@@ -6,7 +6,8 @@ only ones that need it. dz, dp and crms as in mhc_ops/project/bwd.py; crms has a
 """
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,13 +16,15 @@ import triton.language as tl
 from kernel_runtime.kernels import sigmoid
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
+from kernel_runtime.workspace import Layout
 from mhc_ops.gates.bwd import block_tokens
 from mhc_ops.gates.core import comb_mask, gate_pre, gates_block_bwd, load_block, token_mask
 from mhc_ops.library import mix_columns
 from mhc_ops.pre.fwd import forward_specs
-from mhc_ops.project.bwd import crms_rows, dp_buffers, dx_dfn, dx_dfn_spec, gate_width, reduce, reduce_spec
-from mhc_ops.project.core import gather_scalars, load_streams, row_grid, store_dp
+from mhc_ops.project.bwd import DxPlan, crms_rows, dp_sizes, dx_dfn, dx_dfn_spec, dx_plan, gate_width, reduce, reduce_spec
+from mhc_ops.project.core import PLANS, cdiv, row_grid, store_dp, stream_sums
 from mhc_ops.project.fwd import STREAM_DTYPE
+from mhc_ops.sinkhorn.core import history
 
 
 @triton.jit
@@ -69,40 +72,10 @@ def token_bwd_program(
 ):  # fmt: skip
     """d(pre)[n] = sum_d dy[d] * x[n, d] of one token, the columns of pre of dz and dp, their column of dscale, and their crms.
 
-    [R, W] tiles keep the sums in a thread until the end of D. With PRE_MIX the sums are the gradient of pre_mix instead.
+    With PRE_MIX the sums are the gradient of pre_mix instead.
     """
     t64 = t.to(tl.int64)
-    at = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
-    a0 = tl.zeros((R,), tl.float32)
-    a1 = tl.zeros((R,), tl.float32)
-    a2 = tl.zeros((R,), tl.float32)
-    a3 = tl.zeros((R,), tl.float32)
-    a4 = tl.zeros((R,), tl.float32)
-    a5 = tl.zeros((R,), tl.float32)
-    a6 = tl.zeros((R,), tl.float32)
-    a7 = tl.zeros((R,), tl.float32)
-    for d in tl.range(0, D, R * W, num_stages=STAGES):
-        on = at < D - d
-        g = tl.load(dy + t64 * D + d + at, mask=on, other=0.0)
-        x0, x1, x2, x3, x4, x5, x6, x7 = load_streams(x + t64 * (N * D) + d + at, on, N, D)
-        g = g.to(tl.float32)
-        a0 += tl.sum(g * x0.to(tl.float32), 1)
-        a1 += tl.sum(g * x1.to(tl.float32), 1)
-        if N > 2:
-            a2 += tl.sum(g * x2.to(tl.float32), 1)
-        if N > 3:
-            a3 += tl.sum(g * x3.to(tl.float32), 1)
-        if N > 4:
-            a4 += tl.sum(g * x4.to(tl.float32), 1)
-        if N > 5:
-            a5 += tl.sum(g * x5.to(tl.float32), 1)
-        if N > 6:
-            a6 += tl.sum(g * x6.to(tl.float32), 1)
-        if N > 7:
-            a7 += tl.sum(g * x7.to(tl.float32), 1)
-    total = gather_scalars(
-        tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0), tl.sum(a4, 0), tl.sum(a5, 0), tl.sum(a6, 0), tl.sum(a7, 0), N, P
-    )
+    total = stream_sums(dy, x, t64, x, x, N, P, D, R, W, STAGES, False)
     i = tl.arange(0, P)
     mi = i < N
     if PRE_MIX:
@@ -171,36 +144,48 @@ def gates_dpre_spec(
     types |= {**dict.fromkeys(names, "*fp32"), "pieces": "*bf16", "crms": "*fp32", "T": "i32", "site_programs": "i32", "hc_eps": "fp32"}
     consts = {
         "N": n, "P": triton.next_power_of_2(n), "D": d, "M": m, "L": gate_width(m, scales), "CRMS": crms_rows(scales),
-        "ITERS": iters, "H": triton.next_power_of_2(iters), "PAPER": convention == "paper", "HAS_DPRE": has_dpre, "PRE_MIX": pre_mix,
+        "ITERS": iters, "H": history(iters, convention, npu, alone=False), "PAPER": convention == "paper", "HAS_DPRE": has_dpre, "PRE_MIX": pre_mix,
         "BT": block_tokens(n), "R": 128 if npu else 32, "W": 8 if dtype != torch.float32 else 4, "STAGES": 1 if npu else 3, "LOOP": npu,
     }  # fmt: skip
     return Spec(gates_dpre_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
 
 
-def gates_dpre(dy, dpre, dpost, dcomb, x, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention):
-    """Launches gates_dpre_kernel. Returns pre (what collapsed the streams) [T, N], what dx_dfn takes next (dz, dp, its pieces, crms),
-    and dpre_mix."""
-    n, d = x.shape[-2:]
-    tokens = x.numel() // (n * d)
-    m = base.shape[0]
-    device, f32 = x.device, torch.float32
-    npu = device.type == "npu"
-    spec = gates_dpre_spec(x.dtype, n, d, m, iters, convention, dpre is not None, pre_mix is not None, npu)
-    rows = spec.consts["CRMS"]
-    sites = triton.cdiv(tokens, spec.consts["BT"]) if rows == 2 else 0
-    dz = torch.empty((tokens, spec.consts["L"]), dtype=f32, device=device)
-    dp, pieces = dp_buffers(tokens, spec.consts["L"], device)
-    crms = torch.empty((rows, tokens), dtype=f32, device=device)
-    if pre_mix is None:
-        pre = torch.empty((tokens, n), dtype=f32, device=device)
-        dpre_mix = torch.empty(0, dtype=f32, device=device)
-    else:
-        pre, dpre_mix = pre_mix, torch.empty_like(pre_mix)
-    spec.launch(
-        (row_grid(device, sites + tokens),), dy, x, mixes if dpre is None else dpre, dpost, dcomb, mixes, rstd, scale, base, pre,
-        pre if pre_mix is None else dpre_mix, dz, dp, pieces, crms, tokens, sites, hc_eps,
+class SitePlan(NamedTuple):
+    """How the two launches of site_bwd start. scratch: dz, dp, its pieces, crms, pre, dfn_part, dgate_part, and dx where it is no output"""
+
+    spec: Spec
+    grid: tuple[int, ...]
+    sites: int
+    dx: DxPlan
+    scratch: Layout
+
+
+@lru_cache(PLANS)
+def site_plan(
+    device: torch.device, dtype: torch.dtype, n: int, d: int, m: int, tokens: int, iters: int, convention: str,
+    has_dpre: bool, pre_mix: bool, add: bool = False, scratch_dx: bool = False,
+) -> SitePlan:  # fmt: skip
+    """add: the gradient of the streams that comes from elsewhere is added to dx; scratch_dx: dx is scratch itself"""
+    spec = gates_dpre_spec(dtype, n, d, m, iters, convention, has_dpre, pre_mix, device.type == "npu")
+    rows, width, f32 = spec.consts["CRMS"], spec.consts["L"], torch.float32
+    sites = cdiv(tokens, spec.consts["BT"]) if rows == 2 else 0
+    dx = dx_plan(device, dtype, n, d, m, tokens, 1 if m == n else 3, add, True)
+    parts = [(tokens * width, f32), *dp_sizes(tokens, width), (rows * tokens, f32), (0 if pre_mix else tokens * n, f32)]
+    parts += [(dx.dfn_part, f32), (dx.dgate_part, f32), (tokens * n * d if scratch_dx else 0, dtype)]
+    return SitePlan(spec, (row_grid(device, sites + tokens),), sites, dx, Layout(*parts))
+
+
+def site_bwd(plan: SitePlan, scratch, dx_in, dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, mixes, rstd, hc_eps, dx, tokens: int):
+    """Two launches: dx, and dfn_part and dgate_part, which are returned, for the second stage. Returns dpre_mix too."""
+    dz, dp, pieces, crms, pre, dfn_part, dgate_part, _ = scratch
+    dpre_mix = base.new_empty(0) if pre_mix is None else torch.empty_like(pre_mix)
+    pre = pre if pre_mix is None else pre_mix
+    plan.spec.launch(
+        plan.grid, dy, x, mixes if dpre is None else dpre, dpost, dcomb, mixes, rstd, scale, base, pre, pre if pre_mix is None else dpre_mix,
+        dz, dp, pieces, crms, tokens, plan.sites, hc_eps,
     )  # fmt: skip
-    return pre, (dz, dp, pieces, crms), dpre_mix
+    dx_dfn(plan.dx, dx_in, dy, x, pre, dz, dp, pieces, crms, fn, dx, dfn_part, dgate_part, tokens)
+    return dfn_part, dgate_part, dpre_mix
 
 
 def given(grad: torch.Tensor | None, shape, like: torch.Tensor) -> torch.Tensor:
@@ -228,9 +213,15 @@ def pre_bwd(dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, mixes, rstd, it
     if not x.numel():
         return no_tokens(x, fn, scale, base, pre_mix)
     dy, dpre, dpost, dcomb = site_gradients(dy, dpre, dpost, dcomb, x, mixes)
-    pre, gates, dpre_mix = gates_dpre(dy, dpre, dpost, dcomb, x, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention)
-    dx, dfn_part, dgate_part = dx_dfn(None, dy, x, pre, *gates, fn, 3)
-    dfn, dbase, dscale = reduce(dfn_part, dgate_part, fn, 3)
+    n, d = x.shape[-2:]
+    m, k = fn.shape
+    tokens = x.numel() // k
+    plan = site_plan(x.device, x.dtype, n, d, m, tokens, iters, convention, dpre is not None, pre_mix is not None)
+    dx = torch.empty_like(x)
+    dfn_part, dgate_part, dpre_mix = site_bwd(
+        plan, plan.scratch.allocate(x.device), None, dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, mixes, rstd, hc_eps, dx, tokens
+    )  # fmt: skip
+    dfn, dbase, dscale = reduce(dfn_part, dgate_part, plan.dx.groups, fn, 3)
     return dx, dfn, dscale, dbase, dpre_mix
 
 

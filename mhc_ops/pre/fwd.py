@@ -5,8 +5,10 @@ collapse the streams: the latency of the iterations hides behind the streams, an
 also store `pre`, so that the saved coefficient is bit for bit the one that made y.
 """
 
+import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,8 +19,8 @@ from kernel_runtime.registry import ModelShape
 from mhc_ops.gates.core import gate_pre
 from mhc_ops.library import mix_columns
 from mhc_ops.pre.core import collapse_tile, site_program, token_mixes
-from mhc_ops.project.core import row_grid
-from mhc_ops.project.fwd import STREAM_DTYPE, max_split, part_width, partial_specs, project_partials
+from mhc_ops.project.core import PLANS, cdiv, row_grid
+from mhc_ops.project.fwd import STREAM_DTYPE, max_split, part_width, partial_specs, project_partials, project_plan
 
 BLOCK_TOKENS = 8
 BLOCK_D = 512
@@ -91,24 +93,41 @@ def gates_collapse_spec(
     return Spec(gates_collapse_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
 
 
-def gates_collapse(x, part, split, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention, *, collapse=True):
+class Gates(NamedTuple):
+    """How gates_collapse launches, and the shapes of pre (as of post), comb, mixes and rstd"""
+
+    spec: Spec
+    grid: tuple[int, ...]
+    sites: int
+    pre: torch.Size
+    comb: torch.Size
+    mixes: torch.Size
+    rstd: torch.Size
+
+
+@lru_cache(PLANS)
+def gates_plan(
+    device: torch.device, dtype: torch.dtype, shape: torch.Size, iters: int, convention: str, pre_mix: bool, collapse: bool
+) -> Gates:
+    """shape of the streams [..., N, D]"""
+    *lead, n, d = shape
+    spec = gates_collapse_spec(dtype, n, d, iters, convention, pre_mix, collapse, device.type == "npu")
+    tokens = math.prod(lead)
+    sites = cdiv(tokens, BLOCK_TOKENS)
+    programs = sites + (tokens * cdiv(d, BLOCK_D) if collapse else 0)
+    sizes = (torch.Size((*lead, *tail)) for tail in ((n,), (n, n), (mix_columns(n),), ()))
+    return Gates(spec, (row_grid(device, programs),), sites, *sizes)
+
+
+def gates_collapse(x, part, split, tokens, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention, *, collapse=True):
     """Launches the gates and, by default, the collapse into y. Returns pre, post, comb, mixes, rstd."""
-    *lead, n, d = x.shape
-    tokens = x.numel() // (n * d)
-    new, f32 = torch.empty, torch.float32
-    pre = new((*lead, n), dtype=f32, device=x.device)
-    post = new((*lead, n), dtype=f32, device=x.device)
-    comb = new((*lead, n, n), dtype=f32, device=x.device)
-    mixes = new((*lead, n * n + 2 * n), dtype=f32, device=x.device)
-    rstd = new(lead, dtype=f32, device=x.device)
+    plan = gates_plan(x.device, x.dtype, x.shape, iters, convention, pre_mix is not None, collapse)
+    new = base.new_empty  # fp32 on the device
+    pre, post, comb, mixes, rstd = new(plan.pre), new(plan.pre), new(plan.comb), new(plan.mixes), new(plan.rstd)
     if tokens:
-        npu = x.device.type == "npu"
-        spec = gates_collapse_spec(x.dtype, n, d, iters, convention, pre_mix is not None, collapse, npu)
-        sites = triton.cdiv(tokens, BLOCK_TOKENS)
-        programs = sites + (tokens * triton.cdiv(d, BLOCK_D) if collapse else 0)
-        spec.launch(
-            (row_grid(x.device, programs),), x, part, scale, base, base if pre_mix is None else pre_mix, y, pre, post, comb, mixes, rstd,
-            tokens, sites, split, norm_eps, hc_eps,
+        plan.spec.launch(
+            plan.grid, x, part, scale, base, base if pre_mix is None else pre_mix, y, pre, post, comb, mixes, rstd, tokens, plan.sites,
+            split, norm_eps, hc_eps,
         )  # fmt: skip
     return pre, post, comb, mixes, rstd
 
@@ -116,9 +135,15 @@ def gates_collapse(x, part, split, scale, base, pre_mix, y, iters, hc_eps, norm_
 def pre_fwd(x, fn, scale, base, pre_mix, iters, hc_eps, norm_eps, convention):
     x, fn, scale, base = x.contiguous(), fn.contiguous(), scale.contiguous(), base.contiguous()
     pre_mix = None if pre_mix is None else pre_mix.contiguous()
-    y = torch.empty((*x.shape[:-2], x.shape[-1]), dtype=x.dtype, device=x.device)
-    part, split = project_partials(x, fn) if x.numel() else (base, 0)
-    return y, *gates_collapse(x, part, split, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention)
+    y = x.new_empty((*x.shape[:-2], x.shape[-1]))
+    m, k = fn.shape
+    tokens, part, split = x.numel() // k, base, 0
+    if tokens:
+        plan = project_plan(x.device, x.dtype, m, k, tokens)
+        part, pieces = plan.scratch.allocate(x.device)
+        project_partials(plan, x, fn, part, pieces, tokens)
+        split = plan.split
+    return y, *gates_collapse(x, part, split, tokens, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention)
 
 
 def forward_specs(shape: ModelShape) -> Iterator[Spec]:

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, register_specs
 from mhc_ops.library import OPS, coefficient_dtype
 from reference import mhc as reference
 
@@ -53,6 +53,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.pre.bwd:pre_bwd",
 )
+run_forward = eager_call(FORWARD)
+run_backward = eager_call(BACKWARD)
 register_specs("mhc_ops.pre", "mhc_ops.pre.bwd:specs")
 
 
@@ -61,7 +63,7 @@ class Pre(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, fn, scale, base, pre_mix, *options):
-        y, pre, post, comb, mixes, rstd = FORWARD(x, fn, scale, base, pre_mix, *options)
+        y, pre, post, comb, mixes, rstd = run_forward(x, fn, scale, base, pre_mix, *options)
         ctx.save_for_backward(x, fn, scale, base, pre_mix, mixes, rstd)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -71,5 +73,5 @@ class Pre(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, dpre, dpost, dcomb):
         saved = ctx.saved_tensors
-        *grads, dpre_mix = BACKWARD(dy, dpre, dpost, dcomb, *saved, *ctx.options)
+        *grads, dpre_mix = run_backward(dy, dpre, dpost, dcomb, *saved, *ctx.options)
         return *grads, None if saved[4] is None else dpre_mix, *(None,) * 5

@@ -9,7 +9,8 @@ Sums over tokens have two stages in a fixed order, no atomics: two runs are bit-
 """
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,8 +19,9 @@ import triton.language as tl
 from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
+from kernel_runtime.workspace import Layout
 from mhc_ops.library import mix_columns
-from mhc_ops.project.core import dot_exact, hidden_zero, padded, parallelism, store_dp
+from mhc_ops.project.core import PLANS, cdiv, dot_exact, hidden_zero, padded, parallelism, store_dp
 from mhc_ops.project.fwd import STREAM_DTYPE, forward_specs
 
 REDUCE_BLOCK = 1024
@@ -212,48 +214,60 @@ def dp_spec(m: int, k: int) -> Spec:
 
 
 def reduce_tiles(m: int, k: int, scales: int) -> int:
-    return m * triton.cdiv(k, REDUCE_BLOCK) + (scales > 0)
+    return m * cdiv(k, REDUCE_BLOCK) + (scales > 0)
 
 
 @cache
 def token_groups(tokens: int, column_programs: int, block_tokens: int, programs: int) -> int:
     """How many programs share one block of columns: one full wave, not one more."""
-    return max(1, min(programs // column_programs, triton.cdiv(tokens, block_tokens)))
+    return max(1, min(programs // column_programs, cdiv(tokens, block_tokens)))
 
 
-def dp_buffers(tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for dp [T, L] fp32 and its pieces [2, T, L] bf16"""
-    dp = torch.empty((tokens, width), dtype=torch.float32, device=device)
-    return dp, torch.empty((2, tokens, width), dtype=torch.bfloat16, device=device)
+class DxPlan(NamedTuple):
+    """How dx_dfn launches. dfn_part [groups, M, K], dgate_part [groups, L]: numbers of elements"""
+
+    spec: Spec
+    grid: tuple[int, int]
+    groups: int
+    dfn_part: int
+    dgate_part: int
 
 
-def dx_dfn(dx_in, dy, x, pre, dz, dp, pieces, crms, fn, scales):
-    """Launches dx_dfn_kernel. Returns dx, dfn_part [groups, M, K] and dgate_part [groups, L] for the second stage. dx_in, dy and, without
-    gates, dz may be None."""
-    n, d = x.shape[-2:]
-    m, k = fn.shape
-    tokens = x.numel() // k
-    spec = dx_dfn_spec(x.dtype, n, d, m, scales, dx_in is not None, dy is not None, x.device.type == "npu")
-    columns = n * triton.cdiv(d, spec.consts["BN"])
-    groups = token_groups(tokens, columns + (scales > 0), spec.consts["BT"], 2 * parallelism(x.device))
-    dx = torch.empty_like(x)
-    dfn_part = torch.empty((groups, m, k), dtype=torch.float32, device=x.device)
-    dgate_part = torch.empty((groups, spec.consts["L"]), dtype=torch.float32, device=x.device) if scales else dfn_part
-    spec.launch(
-        (columns + (scales > 0), groups), x if dx_in is None else dx_in, x if dy is None else dy, x, dp if pre is None else pre,
-        dp if dz is None else dz, dp, pieces, crms, fn, dx, dfn_part, dgate_part, tokens,
+@lru_cache(PLANS)
+def dx_plan(device: torch.device, dtype: torch.dtype, n: int, d: int, m: int, tokens: int, scales: int, add: bool, dy: bool) -> DxPlan:
+    spec = dx_dfn_spec(dtype, n, d, m, scales, add, dy, device.type == "npu")
+    columns = n * cdiv(d, spec.consts["BN"]) + (scales > 0)
+    groups = token_groups(tokens, columns, spec.consts["BT"], 2 * parallelism(device))
+    return DxPlan(spec, (columns, groups), groups, groups * m * n * d, groups * spec.consts["L"] if scales else 0)
+
+
+def dx_dfn(plan: DxPlan, dx_in, dy, x, pre, dz, dp, pieces, crms, fn, dx, dfn_part, dgate_part, tokens: int) -> None:
+    """Launches dx_dfn_kernel: dx, and dfn_part and dgate_part for the second stage. dx_in, dy and, without gates, dz may be None."""
+    plan.spec.launch(
+        plan.grid, x if dx_in is None else dx_in, x if dy is None else dy, x, dp if pre is None else pre, dp if dz is None else dz, dp,
+        pieces, crms, fn, dx, dfn_part, dgate_part, tokens,
     )  # fmt: skip
-    return dx, dfn_part, dgate_part
 
 
-def reduce(dfn_part, dgate_part, fn, scales):
+def dp_sizes(tokens: int, width: int) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype]]:
+    """Scratch for dp [T, L] fp32 and its pieces [2, T, L] bf16"""
+    return (tokens * width, torch.float32), (2 * tokens * width, torch.bfloat16)
+
+
+def reduce(dfn_part, dgate_part, groups: int, fn, scales: int):
     """Second stage. Returns dfn, dbase, dscale; the last two are dfn where there are no gates."""
     m, k = fn.shape
     dfn = torch.empty_like(fn)
-    dbase = torch.empty(m, dtype=torch.float32, device=fn.device) if scales else dfn
-    dscale = torch.empty(scales, dtype=torch.float32, device=fn.device) if scales else dfn
-    reduce_spec(m, k, scales).launch((reduce_tiles(m, k, scales),), dfn_part, dgate_part, dfn, dbase, dscale, dfn_part.shape[0])
+    dbase = fn.new_empty(m) if scales else dfn
+    dscale = fn.new_empty(scales) if scales else dfn
+    reduce_spec(m, k, scales).launch((reduce_tiles(m, k, scales),), dfn_part, dgate_part, dfn, dbase, dscale, groups)
     return dfn, dbase, dscale
+
+
+@lru_cache(PLANS)
+def _plan(device: torch.device, dtype: torch.dtype, n: int, d: int, m: int, tokens: int) -> tuple[DxPlan, Layout]:
+    plan = dx_plan(device, dtype, n, d, m, tokens, 0, False, False)
+    return plan, Layout(*dp_sizes(tokens, gate_width(m, 0)), (tokens, torch.float32), (plan.dfn_part, torch.float32))
 
 
 def project_bwd(
@@ -262,13 +276,14 @@ def project_bwd(
     dmixes, x, fn = dmixes.contiguous(), x.contiguous(), fn.contiguous()
     m, k = fn.shape
     tokens = x.numel() // k
+    dx = torch.empty_like(x)
     if not tokens:
-        return torch.empty_like(x), torch.zeros_like(fn)
-    dp, pieces = dp_buffers(tokens, gate_width(m, 0), x.device)
-    crms = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    dp_spec(m, k).launch((triton.cdiv(tokens, DP_TOKENS),), dmixes, mixes, rstd, dp, pieces, crms, tokens)
-    dx, dfn_part, dgate_part = dx_dfn(None, None, x, None, None, dp, pieces, crms, fn, 0)
-    return dx, reduce(dfn_part, dgate_part, fn, 0)[0]
+        return dx, torch.zeros_like(fn)
+    plan, layout = _plan(x.device, x.dtype, *x.shape[-2:], m, tokens)
+    dp, pieces, crms, dfn_part = layout.allocate(x.device)
+    dp_spec(m, k).launch((cdiv(tokens, DP_TOKENS),), dmixes, mixes, rstd, dp, pieces, crms, tokens)
+    dx_dfn(plan, None, None, x, None, None, dp, pieces, crms, fn, dx, dfn_part, dfn_part, tokens)
+    return dx, reduce(dfn_part, dfn_part, plan.groups, fn, 0)[0]
 
 
 def specs(shape: ModelShape) -> Iterator[Spec]:

@@ -10,6 +10,13 @@ import triton.language as tl
 
 from kernel_runtime.device import device_properties
 
+PLANS = 1024  # launch plans (one a shape) that are kept
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b; triton.cdiv is made for kernels too and takes 1 us on the host"""
+    return -(-a // b)
+
 
 def padded(columns: int) -> int:
     """A tile width that holds so many columns; products need at least 16."""
@@ -145,6 +152,72 @@ def gather_scalars(a0, a1, a2, a3, a4, a5, a6, a7, N: tl.constexpr, P: tl.conste
     if N > 7:
         v += tl.where(i == 7, a7, 0.0)
     return v
+
+
+@triton.jit
+def stream_sums(
+    dy, x, t, pre, dx, N: tl.constexpr, P: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+    STORE: tl.constexpr,
+):  # fmt: skip
+    """sum_d dy[d] * x[n, d] of token t for every stream, [P]; with STORE also dx[n, d] = pre[n] * dy[d].
+
+    [R, W] tiles keep the sums in a thread until the end of D; loads are staged ahead although there is no product.
+    """
+    at = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
+    row = t * (N * D) + at
+    a0 = tl.zeros((R,), tl.float32)
+    a1 = tl.zeros((R,), tl.float32)
+    a2 = tl.zeros((R,), tl.float32)
+    a3 = tl.zeros((R,), tl.float32)
+    a4 = tl.zeros((R,), tl.float32)
+    a5 = tl.zeros((R,), tl.float32)
+    a6 = tl.zeros((R,), tl.float32)
+    a7 = tl.zeros((R,), tl.float32)
+    if STORE:
+        w0, w1, w2, w3, w4, w5, w6, w7 = load_weights(pre + t * N, 1, N)
+    for d in tl.range(0, D, R * W, num_stages=STAGES):
+        on = at < D - d
+        g = tl.load(dy + t * D + d + at, mask=on, other=0.0)
+        x0, x1, x2, x3, x4, x5, x6, x7 = load_streams(x + row + d, on, N, D)
+        g = g.to(tl.float32)
+        a0 += tl.sum(g * x0.to(tl.float32), 1)
+        a1 += tl.sum(g * x1.to(tl.float32), 1)
+        if N > 2:
+            a2 += tl.sum(g * x2.to(tl.float32), 1)
+        if N > 3:
+            a3 += tl.sum(g * x3.to(tl.float32), 1)
+        if N > 4:
+            a4 += tl.sum(g * x4.to(tl.float32), 1)
+        if N > 5:
+            a5 += tl.sum(g * x5.to(tl.float32), 1)
+        if N > 6:
+            a6 += tl.sum(g * x6.to(tl.float32), 1)
+        if N > 7:
+            a7 += tl.sum(g * x7.to(tl.float32), 1)
+        if STORE:
+            store_streams(dx + row + d, on, g, w0, w1, w2, w3, w4, w5, w6, w7, N, D)
+    return gather_scalars(
+        tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0), tl.sum(a4, 0), tl.sum(a5, 0), tl.sum(a6, 0), tl.sum(a7, 0), N, P
+    )
+
+
+@triton.jit
+def store_streams(at, mask, v, w0, w1, w2, w3, w4, w5, w6, w7, N: tl.constexpr, D: tl.constexpr):
+    """v * w_n to the pointers `at`, `at + D`, ...: the transpose of weighted_streams"""
+    tl.store(at, (v * w0).to(at.dtype.element_ty), mask=mask)
+    tl.store(at + D, (v * w1).to(at.dtype.element_ty), mask=mask)
+    if N > 2:
+        tl.store(at + 2 * D, (v * w2).to(at.dtype.element_ty), mask=mask)
+    if N > 3:
+        tl.store(at + 3 * D, (v * w3).to(at.dtype.element_ty), mask=mask)
+    if N > 4:
+        tl.store(at + 4 * D, (v * w4).to(at.dtype.element_ty), mask=mask)
+    if N > 5:
+        tl.store(at + 5 * D, (v * w5).to(at.dtype.element_ty), mask=mask)
+    if N > 6:
+        tl.store(at + 6 * D, (v * w6).to(at.dtype.element_ty), mask=mask)
+    if N > 7:
+        tl.store(at + 7 * D, (v * w7).to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit

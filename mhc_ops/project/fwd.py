@@ -10,7 +10,8 @@ fp16 and fp32 streams: products in full fp32.
 """
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,8 +20,9 @@ import triton.language as tl
 from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
+from kernel_runtime.workspace import Layout
 from mhc_ops.library import mix_columns
-from mhc_ops.project.core import dot_exact, hidden_zero, padded, parallelism
+from mhc_ops.project.core import PLANS, cdiv, dot_exact, hidden_zero, padded, parallelism
 
 BLOCK_TOKENS = 64  # 32 leave wgmma for mma.sync: 140 us instead of 46 at 4096 tokens, D = 4096
 PIECE_LENGTH = 4096
@@ -129,7 +131,7 @@ def part_width(m: int) -> int:
 
 
 def split_tiles(m: int, k: int) -> int:
-    return part_width(m) * triton.cdiv(k, SPLIT_BLOCK)
+    return part_width(m) * cdiv(k, SPLIT_BLOCK)
 
 
 @cache
@@ -160,38 +162,44 @@ def finish_spec(m: int, k: int) -> Spec:
 @cache
 def split_plan(tokens: int, k: int, block_tokens: int, block_k: int, programs: int) -> tuple[int, int]:
     """(steps of block_k in a piece of K, number of pieces): one wave of programs, at most 16 pieces, none longer than PIECE_LENGTH."""
-    steps = triton.cdiv(k, block_k)
-    split = min(16, max(1, programs // triton.cdiv(tokens, block_tokens)))
-    split = min(steps, max(split, triton.cdiv(k, PIECE_LENGTH)))
-    length = triton.cdiv(steps, split)
-    return length, triton.cdiv(steps, length)
+    steps = cdiv(k, block_k)
+    split = min(16, max(1, programs // cdiv(tokens, block_tokens)))
+    split = min(steps, max(split, cdiv(k, PIECE_LENGTH)))
+    length = cdiv(steps, split)
+    return length, cdiv(steps, length)
 
 
 def max_split(k: int) -> int:
     """The power of two at or above any number of pieces that split_plan gives"""
-    return max(16, triton.next_power_of_2(triton.cdiv(k, PIECE_LENGTH)))
+    return max(16, triton.next_power_of_2(cdiv(k, PIECE_LENGTH)))
 
 
-def fn_pieces(fn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the projection of streams of this dtype reads: fn itself, or room for its bf16 pieces."""
-    m, k = fn.shape
-    return fn if dtype != torch.bfloat16 else torch.empty((2, part_width(m), k), dtype=torch.bfloat16, device=fn.device)
+class ProjectPlan(NamedTuple):
+    """How project_partials launches. scratch: part [split, T, C] and fn's bf16 pieces [2, C, K] (none where fn is read itself)"""
+
+    spec: Spec
+    grid: tuple[int, ...]
+    length: int
+    split: int
+    split_grid: tuple[int, ...]
+    splits_fn: bool
+    scratch: Layout
 
 
-def project_partials(x: torch.Tensor, fn: torch.Tensor, pieces: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
-    """Partial sums [split, T, C] and split, for contiguous x [..., N, D] and fn [M, K]; splits fn unless its pieces are handed in."""
-    m, k = fn.shape
-    tokens = x.numel() // k
-    if pieces is None:
-        pieces = fn_pieces(fn, x.dtype)
-        if pieces is not fn:
-            split_spec(m, k).launch((split_tiles(m, k),), fn, pieces)
-    spec = project_spec(x.dtype, m, k, x.device.type == "npu")
-    block = spec.consts["BT"]
-    length, split = split_plan(tokens, k, block, spec.consts["BK"], 2 * parallelism(x.device))
-    part = torch.empty((split, tokens, part_width(m)), dtype=torch.float32, device=x.device)
-    spec.launch((triton.cdiv(tokens, block) * split,), x, pieces, part, tokens, length, split)
-    return part, split
+@lru_cache(PLANS)
+def project_plan(device: torch.device, dtype: torch.dtype, m: int, k: int, tokens: int) -> ProjectPlan:
+    spec = project_spec(dtype, m, k, device.type == "npu")
+    block, width, splits_fn = spec.consts["BT"], part_width(m), dtype == torch.bfloat16
+    length, split = split_plan(tokens, k, block, spec.consts["BK"], 2 * parallelism(device))
+    scratch = Layout((split * tokens * width, torch.float32), (2 * width * k if splits_fn else 0, torch.bfloat16))
+    return ProjectPlan(spec, (cdiv(tokens, block) * split,), length, split, (split_tiles(m, k),), splits_fn, scratch)
+
+
+def project_partials(plan: ProjectPlan, x, fn, part, pieces, tokens: int, split_fn: bool = True) -> None:
+    """Partial sums part [split, T, C] for contiguous x [..., N, D] and fn [M, K]; splits fn unless its pieces are there already."""
+    if plan.splits_fn and split_fn:
+        split_spec(*fn.shape).launch(plan.split_grid, fn, pieces)
+    plan.spec.launch(plan.grid, x, pieces if plan.splits_fn else fn, part, tokens, plan.length, plan.split)
 
 
 def project_fwd(x: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,8 +210,10 @@ def project_fwd(x: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> tuple[tor
     rstd = torch.empty(lead, dtype=torch.float32, device=x.device)
     tokens = x.numel() // k
     if tokens:
-        part, split = project_partials(x, fn)
-        finish_spec(m, k).launch((triton.cdiv(tokens, FINISH_TOKENS),), part, mixes, rstd, tokens, split, norm_eps)
+        plan = project_plan(x.device, x.dtype, m, k, tokens)
+        part, pieces = plan.scratch.allocate(x.device)
+        project_partials(plan, x, fn, part, pieces, tokens)
+        finish_spec(m, k).launch((cdiv(tokens, FINISH_TOKENS),), part, mixes, rstd, tokens, plan.split, norm_eps)
     return mixes, rstd
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, register_specs
 from mhc_ops.library import OPS, coefficient_dtype
 from reference import mhc as reference
 
@@ -35,6 +35,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.project.bwd:project_bwd",
 )
+run_forward = eager_call(FORWARD)
+run_backward = eager_call(BACKWARD)
 register_specs("mhc_ops.project", "mhc_ops.project.bwd:specs")
 
 
@@ -43,7 +45,7 @@ class Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, fn, norm_eps, impl):
-        mixes, rstd = FORWARD(x, fn, norm_eps, impl)
+        mixes, rstd = run_forward(x, fn, norm_eps, impl)
         ctx.save_for_backward(x, fn, mixes, rstd)
         ctx.impl = impl
         ctx.mark_non_differentiable(rstd)
@@ -52,4 +54,4 @@ class Project(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dmixes, _drstd):
-        return *BACKWARD(dmixes, *ctx.saved_tensors, ctx.impl), None, None
+        return *run_backward(dmixes, *ctx.saved_tensors, ctx.impl), None, None

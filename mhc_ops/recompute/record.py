@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mhc_ops.bmm.op import PRE_FORWARD
-from mhc_ops.post.op import FORWARD as POST_FORWARD
+from mhc_ops.bmm.op import run_pre_forward
+from mhc_ops.post.op import run_forward as run_post_forward
 
 Key = tuple[Any, ...]
 
 
 def replay_streams(f: Tensor, x: Tensor, post: Tensor, comb: Tensor, how: str) -> Tensor:
     """The new streams of hc_post and of hc_post_pre, bit for bit. how: "triton" or "eager", as the first pass."""
-    return POST_FORWARD(f, x, post, comb, how)
+    return run_post_forward(f, x, post, comb, how)
 
 
 def replay_collapse(pre: Tensor, x: Tensor, how: str) -> Tensor:
     """The y of hc_pre and of hc_post_pre, bit for bit, from the pre that made it (pre_mix where there was one)."""
-    return PRE_FORWARD(pre, x, how)
+    return run_pre_forward(pre, x, how)
 
 
 class Value:

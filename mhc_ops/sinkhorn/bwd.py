@@ -9,10 +9,16 @@ import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from mhc_ops.sinkhorn.core import sinkhorn_block_bwd
+from mhc_ops.project.core import cdiv
+from mhc_ops.sinkhorn.core import history, sinkhorn_block_bwd
 from mhc_ops.sinkhorn.fwd import forward_spec
 
 BLOCK_TOKENS = 4
+
+
+def block_tokens(n: int, npu: bool) -> int:
+    """Tokens of a program. With more than 4 streams, 4 tokens' sums and matrices exceed the unified buffer of an NPU."""
+    return BLOCK_TOKENS // 2 if npu and n > 4 else BLOCK_TOKENS
 
 
 @triton.jit(do_not_specialize=["T", "eps"])
@@ -31,17 +37,18 @@ def sinkhorn_bwd_kernel(
 
 
 @cache
-def backward_spec(dtype: torch.dtype, n: int, iters: int, convention: str) -> Spec:
+def backward_spec(dtype: torch.dtype, n: int, iters: int, convention: str, npu: bool = False) -> Spec:
     pointer = f"*{TRITON_DTYPE[dtype]}"
     return Spec(
         sinkhorn_bwd_kernel,
         types={"dcomb": "*fp32", "logits": pointer, "dlogits": pointer, "T": "i32", "eps": "fp32"},
         consts={
-            "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": triton.next_power_of_2(iters),
-            "PAPER": convention == "paper", "BT": BLOCK_TOKENS,
+            "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": history(iters, convention, npu),
+            "PAPER": convention == "paper", "BT": block_tokens(n, npu),
         },
         num_warps=1,
         hot=True,
+        targets=("ascend",) if npu else ("cuda", "hip"),
     )  # fmt: skip
 
 
@@ -51,11 +58,14 @@ def sinkhorn_bwd(dcomb: torch.Tensor, logits: torch.Tensor, iters: int, eps: flo
     dlogits = torch.empty_like(logits)
     tokens = logits.numel() // (n * n)
     if tokens:
-        spec = backward_spec(logits.dtype, n, iters, convention)
-        spec.launch((triton.cdiv(tokens, BLOCK_TOKENS),), dcomb, logits, dlogits, tokens, eps)
+        npu = logits.device.type == "npu"
+        spec = backward_spec(logits.dtype, n, iters, convention, npu)
+        spec.launch((cdiv(tokens, block_tokens(n, npu)),), dcomb, logits, dlogits, tokens, eps)
     return dlogits
 
 
 def specs(shape: ModelShape) -> Iterator[Spec]:
-    for spec in (forward_spec, backward_spec):
-        yield spec(torch.float32, shape.hc_mult, shape.sinkhorn_iters, "v4")
+    arguments = torch.float32, shape.hc_mult, shape.sinkhorn_iters, "v4"
+    yield forward_spec(*arguments)
+    for npu in (False, True):
+        yield backward_spec(*arguments, npu)

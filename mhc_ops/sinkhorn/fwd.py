@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
+from mhc_ops.project.core import cdiv
 from mhc_ops.sinkhorn.core import sinkhorn_block
 
 # [8, 4, 4] on one warp: every iteration stays in a thread or is a shuffle (9 us for 4096 tokens on an H200; 23 us as [32, 4, 4] on 4 warps)
@@ -40,5 +41,5 @@ def sinkhorn_fwd(logits: torch.Tensor, iters: int, eps: float, convention: str) 
     comb = torch.empty_like(logits, dtype=torch.float32)
     tokens = logits.numel() // (n * n)
     if tokens:
-        forward_spec(logits.dtype, n, iters, convention).launch((triton.cdiv(tokens, BLOCK_TOKENS),), logits, comb, tokens, eps)
+        forward_spec(logits.dtype, n, iters, convention).launch((cdiv(tokens, BLOCK_TOKENS),), logits, comb, tokens, eps)
     return comb

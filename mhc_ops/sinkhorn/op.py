@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, register_specs
 from mhc_ops.library import OPS
 from reference import mhc as reference
 
@@ -32,6 +32,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.sinkhorn.bwd:sinkhorn_bwd",
 )
+run_forward = eager_call(FORWARD)
+run_backward = eager_call(BACKWARD)
 register_specs("mhc_ops.sinkhorn", "mhc_ops.sinkhorn.bwd:specs")
 
 
@@ -40,10 +42,10 @@ class Sinkhorn(torch.autograd.Function):
     def forward(ctx, logits, *options):
         ctx.save_for_backward(logits)
         ctx.options = options
-        return FORWARD(logits, *options)
+        return run_forward(logits, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dcomb):
         (logits,) = ctx.saved_tensors
-        return BACKWARD(dcomb, logits, *ctx.options), None, None, None, None
+        return run_backward(dcomb, logits, *ctx.options), None, None, None, None

@@ -1,0 +1,100 @@
+"""Launching a compiled kernel without Triton's binding of arguments, which costs more host time than the launch itself.
+
+Triton's own launch path (`JITFunction.run`) decides at every call which specialisation the arguments want: dtypes, 16-byte alignment,
+integers that are 1, divisible by 16 or wider than 32 bits. A Spec declares its specialisation, so here the arguments are only compared
+with it. Whatever differs, and whatever this module does not know (another Triton, an NPU, a hook), takes Triton's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, reduce
+from operator import or_
+from typing import Any
+
+import torch
+import triton
+
+# the signature of a compiled kernel's `run` is no public interface: versions that were tried on a GPU
+KNOWN_TRITON = ("3.6.",)
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "i64": torch.int64, "i32": torch.int32,
+    "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "i1": torch.bool,
+}  # fmt: skip
+SCALARS = {"i32": int, "fp32": float}
+
+_ONES = ((1, 1, 1), (1, 1), (1,), ())  # what a grid of 0 to 3 dimensions lacks
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+@cache
+def supported() -> bool:
+    """Whether this Triton's compiled kernels can be called here: a version that was tried, for NVIDIA, outside of the interpreter."""
+    return (
+        triton.__version__.startswith(KNOWN_TRITON)
+        and torch.version.cuda is not None
+        and not triton.knobs.runtime.interpret
+        and "ascend" not in triton.backends.backends
+    )
+
+
+def hooked(kernel: Any) -> bool:
+    """Whether somebody watches launches (a profiler of Triton's, a hook of this kernel), which takes Triton's own path."""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return bool(kernel.pre_run_hooks)
+
+
+class DirectLaunch:
+    """The launches of one specialisation: its kernel, the Triton types of its run-time arguments, pointers first, the number of its
+    constants, and the keyword arguments of Triton's own launch path."""
+
+    def __init__(self, kernel: Any, types: Sequence[str], constants: int, keywords: Mapping[str, Any]) -> None:
+        self.kernel, self.keywords = kernel, keywords
+        self.dtypes = [DTYPES[kind[1:]] for kind in types if kind.startswith("*")]
+        self.scalars = tuple(SCALARS[kind] for kind in types if not kind.startswith("*"))
+        self.pointers = len(self.dtypes)
+        self.constants = (None,) * constants  # the launcher takes them as arguments too, and does not look at them
+        self.known: dict[int, tuple[Any, ...]] = {}  # by device
+
+    def __call__(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
+        """Starts the kernel, through Triton's path where it must; returns the compiled kernel."""
+        tensors, scalars = args[: self.pointers], args[self.pointers :]
+        device = tensors[0].get_device()
+        addresses = [t.data_ptr() for t in tensors]
+        if reduce(or_, addresses) % 16 or [t.dtype for t in tensors] != self.dtypes:
+            return self.kernel[grid](*args, **self.keywords)
+        known = self.known.get(device)
+        # Triton's own table: who empties it means this one as well
+        if known is None or known[0] is not self.kernel.device_caches.get(device) or hooked(self.kernel):
+            compiled = self.kernel[grid](*args, **self.keywords)
+            if tuple(map(type, scalars)) == self.scalars and all(-0x80000000 <= value < 0x80000000 for value in scalars):
+                table = self.kernel.device_caches.get(device)
+                self.known[device] = table, compiled, compiled.run, compiled.function, compiled.packed_metadata
+            return compiled
+        _, compiled, run, function, metadata = known
+        try:
+            run(*grid, *_ONES[len(grid)], _stream(device), function, metadata, None, None, None, *addresses, *scalars, *self.constants)
+        except OverflowError:  # an integer beyond 32 bits, which has a kernel of its own; nothing has been started
+            return self.kernel[grid](*args, **self.keywords)
+        return compiled
+
+
+def direct_launch(kernel: Any, types: Mapping[str, str], constants: Sequence[str], keywords: Mapping[str, Any]) -> DirectLaunch | None:
+    """A DirectLaunch where the kernel has one specialisation for all lengths: pointers, then integers in do_not_specialize and floats,
+    then constants; None otherwise. types: run-time argument -> Triton's type."""
+    kinds = list(types.values())
+    pointers = [kind.startswith("*") for kind in kinds]
+    if not supported() or not pointers or not pointers[0] or pointers != sorted(pointers, reverse=True):
+        return None
+    if kernel.arg_names != [*types, *constants]:
+        return None
+    for kind, parameter in zip(kinds, kernel.params):
+        if kind.startswith("*"):
+            if kind[1:] not in DTYPES:
+                return None
+        elif kind not in SCALARS or (kind == "i32" and not parameter.do_not_specialize):
+            return None
+    return DirectLaunch(kernel, kinds, len(constants), keywords)

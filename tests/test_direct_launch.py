@@ -1,0 +1,171 @@
+"""Launches without Triton's binding of arguments: what reaches the compiled kernel, and what takes Triton's own path. No device needed."""
+
+import pytest
+import torch
+
+from kernel_runtime import interpreting
+from kernel_runtime.workspace import ALIGNMENT, Layout, Piece
+from tests.warmup_tools import fake_driver
+
+pytestmark = pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing is launched")
+
+
+class Pointer(Piece):
+    """A tensor's memory, said to be on device 0"""
+
+    def __init__(self, tensor, offset=0):
+        super().__init__(tensor, tensor.data_ptr() + offset * tensor.element_size(), tensor.dtype)
+
+    def get_device(self):
+        return 0
+
+
+class Launch:
+    """Calls of the compiled kernel by the two paths; `direct` says which it was"""
+
+    def __init__(self, spec, driver):
+        self.spec, self.driver, self.through_triton = spec, driver, 0
+        run = spec.kernel.run
+
+        def count(*args, **kwargs):
+            self.through_triton += 1
+            return run(*args, **kwargs)
+
+        spec.kernel.run = count
+
+    def __call__(self, grid, *args):
+        before = self.through_triton
+        self.driver.launches.clear()
+        self.spec.launch(grid, *args)
+        (self.got,) = self.driver.launches
+        return self.through_triton == before
+
+
+@pytest.fixture
+def launch(monkeypatch, tmp_path):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from kernel_runtime import direct
+    from mhc_ops.sinkhorn.fwd import forward_spec
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(direct, "supported", lambda: True)
+    monkeypatch.setattr(direct, "_stream", lambda device: 70 + device)
+    forward_spec.cache_clear()
+    spec = forward_spec(torch.float32, 2, 2, "v4")
+    before = spec.kernel.run
+    with fake_driver(GPUTarget("cuda", 90, 32)) as driver:
+        # as Triton's C launcher: an i32 argument that does not fit is refused before anything starts
+        def start(*args):
+            if any(isinstance(a, int) and not -(2**31) <= a < 2**31 for a in args[-7:-5]):
+                raise OverflowError("signed integer is greater than maximum")
+            driver.launches.append(args)
+
+        driver.launcher_cls = lambda src, metadata: start if src.signature["T"] == "i32" else lambda *args: driver.launches.append(args)
+        yield Launch(spec, driver)
+    spec.kernel.run = before
+    spec.kernel.device_caches.clear()
+    forward_spec.cache_clear()
+    assert triton.runtime.driver._active is not driver
+
+
+def pointers():
+    return Pointer(torch.zeros(64)), Pointer(torch.zeros(64))
+
+
+def test_the_kernel_gets_what_triton_would_pass(launch):
+    a, b = pointers()
+    assert not launch((3,), a, b, 5, 1e-6)  # compiles
+    function, metadata = launch.got[4:6]
+    for grid, whole in (((4,), (4, 1, 1)), ((4, 5), (4, 5, 1)), ((4, 5, 6), (4, 5, 6))):
+        assert launch(grid, a, b, 6, 0.5)
+        assert launch.got[:9] == (*whole, 70, function, metadata, None, None, None)
+        assert launch.got[9:13] == (a.data_ptr(), b.data_ptr(), 6, 0.5)
+        assert len(launch.got) == 9 + len(launch.spec.kernel.arg_names)
+    assert launch((1,), b, a, 1, 1.0) and launch((1,), b, a, 16, 1.0)  # lengths that Triton would tell apart
+
+
+def test_other_arguments_take_tritons_path(launch):
+    a, b = pointers()
+    launch((1,), a, b, 5, 1e-6)
+    assert launch((1,), a, b, 5, 1e-6)
+    assert not launch((1,), a, Pointer(torch.zeros(64), 1), 5, 1e-6)  # not aligned
+    assert not launch((1,), Pointer(torch.zeros(64, dtype=torch.float16)), b, 5, 1e-6)
+    assert not launch((1,), a, b, 2**40, 1e-6)
+    assert launch.got[-2 - len(launch.spec.consts)] == 2**40
+    assert launch((1,), a, b, 5, 1e-6)  # and none of them was learned
+
+
+def test_the_first_launch_teaches_only_what_was_declared(launch):
+    a, b = pointers()
+    assert not launch((1,), a, Pointer(torch.zeros(64), 1), 5, 1e-6)
+    assert not launch((1,), a, b, 2**40, 1e-6)
+    assert not launch((1,), a, b, 5, 1e-6)
+    assert launch((1,), a, b, 5, 1e-6)
+
+
+def test_hooks_see_every_launch(launch, monkeypatch):
+    import triton
+
+    a, b = pointers()
+    launch((1,), a, b, 5, 1e-6)
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: seen.append(metadata.get()["name"]))
+        assert not launch((1,), a, b, 5, 1e-6)
+        assert launch.got[7] is triton.knobs.runtime.launch_enter_hook
+        chain = type(triton.knobs.runtime.launch_exit_hook)()
+        patch.setattr(triton.knobs.runtime, "launch_enter_hook", chain)
+        assert launch((1,), a, b, 5, 1e-6)
+        chain.add(lambda metadata: None)
+        assert not launch((1,), a, b, 5, 1e-6)
+    launch.spec.kernel.pre_run_hooks.append(lambda *args, **kwargs: seen.append("pre_run"))
+    try:
+        assert not launch((1,), a, b, 5, 1e-6)
+    finally:
+        launch.spec.kernel.pre_run_hooks.clear()
+    assert seen == ["pre_run"]
+
+
+def test_record_and_forbid_compile_still_work(launch):
+    from kernel_runtime import forbid_compile, record
+
+    a, b = pointers()
+    with record() as recording:
+        launch((1,), a, b, 5, 1e-6)
+        assert launch((1,), a, b, 5, 1e-6)
+    assert recording.specs == [launch.spec] and not recording.mismatches
+    with forbid_compile("error"):
+        assert launch((1,), a, b, 5, 1e-6)
+        launch.spec.kernel.device_caches.clear()  # as a process that has just started
+        assert not launch((1,), a, b, 5, 1e-6)  # from the cache folder
+        assert launch((1,), a, b, 5, 1e-6)
+
+
+def test_kernels_with_several_specialisations_have_no_direct_launch(monkeypatch):
+    from kernel_runtime import direct
+    from mhc_ops.sinkhorn.fwd import forward_spec
+
+    monkeypatch.setattr(direct, "supported", lambda: True)
+    spec = forward_spec(torch.float32, 2, 2, "v4")
+    names = list(spec.consts)
+    make = lambda types, constants=names: direct.direct_launch(spec.kernel, types, constants, {})  # noqa: E731 - one line four times
+    assert make(spec.types) is not None
+    assert make(spec.types, names[1:]) is None
+    assert make(dict(reversed(spec.types.items()))) is None
+    assert make({**spec.types, "T": "i64"}) is None
+    (parameter,) = (p for p in spec.kernel.params if p.name == "T")
+    monkeypatch.setattr(parameter, "do_not_specialize", False)
+    assert make(spec.types) is None
+
+
+def test_layout_of_scratch():
+    layout = Layout((3, torch.float32), (0, torch.bfloat16), (70, torch.bfloat16), (1, torch.float32))
+    pieces = layout.allocate(torch.device("cpu"))
+    assert [(p.numel(), p.dtype) for p in pieces] == [(3, torch.float32), (0, torch.bfloat16), (70, torch.bfloat16), (1, torch.float32)]
+    start = pieces[0].data_ptr()
+    assert [p.data_ptr() - start for p in pieces if p.numel()] == [0, ALIGNMENT, 3 * ALIGNMENT]
+    for i, piece in enumerate(pieces):
+        piece.fill_(i)
+    assert [p.unique().tolist() for p in pieces] == [[0], [], [2], [3]]
