@@ -50,10 +50,12 @@ def test_a_step_launches_nothing_outside_the_plan():
     check_steps(TWO_LAYERS, torch.float32, (20, 19))
 
 
-@pytest.mark.parametrize("config", [TINY, FLASH_KERNELS], ids=["tiny", "flash"])
-def test_bf16_launches_nothing_outside_the_plan(config, monkeypatch):
-    """As the trainer does it: parameters in bf16 but for the islands. Launches are only listed here, so sizes do not matter."""
+@pytest.mark.parametrize(("config", "sm_90"), [(TINY, False), (FLASH_KERNELS, False), (FLASH_KERNELS, True)], ids=["tiny", "flash", "sm_90"])
+def test_bf16_launches_nothing_outside_the_plan(config, sm_90, monkeypatch):
+    """As the trainer does it: parameters in bf16 but for the islands. Launches are only listed here, so sizes do not matter, and the
+    attention can be asked for what it takes on sm_90."""
     from kernel_runtime import launch
+    from sparse_attn.shared_kv import choice
 
     def launch_nothing(self, grid, *args):
         for observer in launch.LAUNCH_OBSERVERS:
@@ -63,7 +65,9 @@ def test_bf16_launches_nothing_outside_the_plan(config, monkeypatch):
                 value.data.zero_()  # results are written by nobody, and indices must be indices
 
     monkeypatch.setattr(launch.Spec, "launch", launch_nothing)
-    check_steps(config, torch.bfloat16, (40, 150))
+    if sm_90:
+        monkeypatch.setattr(choice, "hopper_supports", lambda q: None)
+    check_steps(config, torch.bfloat16, (40, 150, 600))
 
 
 def test_csa_ratio_decides_which_layers_have_an_indexer():
