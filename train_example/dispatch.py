@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 ExpertsFn = Callable[[Tensor, Tensor, list[int]], Tensor]
 
@@ -130,6 +131,32 @@ class _CopyTokens(torch.autograd.Function):
         return grad[inverse].view(-1, ctx.k, grad.shape[1]).sum(dim=1), None, None, None
 
 
+class _Combine(torch.autograd.Function):
+    """Sum over k of weights [T, k] times rows [T, k, D], in the weights' dtype, which is wider, cast to the rows' dtype at the end.
+
+    What autograd would keep, and make for the gradients, is [T, k, D] in the wider dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        y = torch.zeros(rows.shape[0], rows.shape[2], dtype=weights.dtype, device=rows.device)
+        for j in range(rows.shape[1]):
+            y.addcmul_(rows[:, j], weights[:, j, None])
+        return y.to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        rows, weights = ctx.saved_tensors
+        grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+        for j in range(rows.shape[1]):
+            # `out` in the rows' dtype: multiplied in the wider one, rounded once
+            torch.mul(grad.to(weights.dtype), weights[:, j, None], out=grad_rows[:, j])
+            torch.sum(rows[:, j].to(weights.dtype) * grad, -1, out=grad_weights[:, j])
+        return grad_rows, grad_weights
+
+
 def _inverse(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
@@ -223,5 +250,4 @@ def dispatch_experts(
         out = _PermuteRows.apply(out, ungroup, regroup)
         out = _AllToAllRows.apply(out, recv_splits, send_splits, group)
     out = _PermuteRows.apply(out, inverse, order).view(-1, k, x.shape[1])
-    y = (out.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1)
-    return y.to(x.dtype), counts
+    return _Combine.apply(out, weights).to(x.dtype), counts

@@ -318,7 +318,7 @@ def gradient_sumsq(params: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
 
     Every parameter is sharded over all ranks exactly once (checked), so the sum over all ranks is the squared norm of the whole.
     """
-    sums: list[Tensor | None] = [None, None]
+    shards: tuple[list[Tensor], list[Tensor]] = ([], [])
     for param in params:
         if param.grad is None:
             continue
@@ -327,17 +327,15 @@ def gradient_sumsq(params: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
             sharded = [p for p, n in zip(grad.placements, grad.device_mesh.shape) if n > 1]
             if any(isinstance(p, Replicate) or p.is_partial() for p in sharded):
                 raise RuntimeError(f"gradient with placements {grad.placements} is not fully sharded; ranks would count it twice")
-            local, expert = grad.to_local(), int(grad.device_mesh.ndim > 1)
+            shards[int(grad.device_mesh.ndim > 1)].append(grad.to_local())
         else:
             raise RuntimeError("gradient of a parameter that is not sharded; every rank would count it")
-        square = local.float().square().sum()  # an empty shard (a parameter smaller than the mesh) gives 0
-        sums[expert] = square if sums[expert] is None else sums[expert] + square
-    zero = torch.zeros((), device=next((s.device for s in sums if s is not None), None))
-    return tuple(s if s is not None else zero for s in sums)
+    zero = torch.zeros((), device=next((s.device for group in shards for s in group), None))
+    # one pass over the gradients, and no copy of them; an empty shard (a parameter smaller than the mesh) adds 0
+    return tuple(torch.nn.utils.get_total_norm(group).square() if group else zero for group in shards)
 
 
-def scale_gradients(params: Iterable[nn.Parameter], factor: Tensor) -> None:
+def scale_gradients(params: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every local gradient shard by `factor`, whatever its mesh."""
-    for param in params:
-        if param.grad is not None:
-            (param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad).mul_(factor)
+    grads = [param.grad for param in params if param.grad is not None]
+    torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], factor)
