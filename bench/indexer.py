@@ -1,7 +1,8 @@
 """Lightning indexer: scores with top-k, and the gradients of the selected scores, beside eager, torch.compile and cuDNN.
 
 64 heads, Di 128, ratio 4, bf16 q and k, fp32 weights, random normal inputs, one sequence. Providers: ours; unsorted (ours, sorted=False);
-reference (plain PyTorch, eager) and compile (the same under torch.compile), left out above --eager-limit tokens; cudnn (the frontend's score
+reference (plain PyTorch, eager, in chunks) and compile (all scores at once, bf16 products, torch.topk, which knows no order of ties, under
+torch.compile; for the smallest K alone), left out above --eager-limit tokens; cudnn (the frontend's score
 kernel and its top-k, which hold all scores at once and whose order of equal scores is its own: not like for like), where installed.
 TFLOP/s counts visible pairs, 2 x heads x Di each, forward, and 6 x selected x heads x Di backward; % is of the rate of a bf16 8192^3 product
 in the same run. Peak memory is beyond what is held before the call, results included.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.attn import matmul_rate
-from bench.common import Row, copy_rate, median_ms, peak_mib, print_table
+from bench.common import Captured, Row, copy_rate, median_ms, peak_mib, print_table
 from indexer import lightning_indexer
 from reference.indexer import lightning_indexer as reference_indexer
 
@@ -58,6 +59,14 @@ def autograd(
         yield name, lambda scores=scores, cotangent=cotangent: torch.autograd.grad(scores, leaves, cotangent, retain_graph=True)
 
 
+def all_scores(q: Tensor, k: Tensor, weights: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """What one writes without kernels: scores of every pair, those to come masked, torch.topk."""
+    scores = (torch.einsum("bshd,bkd->bshk", q, k).float().relu() * weights[..., None]).sum(2)
+    seen = torch.arange(1, q.shape[1] + 1, device=q.device)[:, None] // RATIO
+    values, indices = scores.masked_fill(torch.arange(k.shape[1], device=q.device) >= seen, -torch.inf).topk(topk)
+    return torch.where(values > -torch.inf, indices, -1).int(), values
+
+
 def cudnn_forward(inputs: tuple[Tensor, ...], topk: int) -> Callable[[], object]:
     from cudnn import DSA
 
@@ -85,7 +94,10 @@ def cases_of(provider: str, inputs: tuple[Tensor, ...], topk: int) -> Iterator[t
     def plain(*x: Tensor) -> tuple[Tensor, Tensor]:
         return reference_indexer(*x, topk, cmp_ratio=RATIO)
 
-    return autograd(torch.compile(plain) if provider == "compile" else plain, inputs, None)
+    if provider == "compile":
+        compiled = torch.compile(all_scores, dynamic=False)
+        return autograd(lambda *x: compiled(*x, topk), inputs, None)
+    return autograd(plain, inputs, None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,18 +118,21 @@ def run(args: argparse.Namespace) -> list[Row]:
             here: list[Row] = []
             pairs, selected = int(visible.sum()), int(visible.clamp(max=topk).sum())
             for provider in args.providers:
-                if provider in ("reference", "compile") and tokens > args.eager_limit:
+                if provider in ("reference", "compile") and (tokens > args.eager_limit or (provider == "compile" and topk > min(args.topk))):
                     continue
                 try:
                     for direction, fn in cases_of(provider, inputs, topk):
                         fn()
-                        ms, peak = median_ms(fn), peak_mib(fn)
+                        peak = peak_mib(fn)
                         count = 2 * pairs if direction == "forward" else 6 * selected
-                        rate = count * HEADS * DIM / ms / 1e9
-                        note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
                         least = sum(x.nbytes for x in inputs) * (1 if direction == "forward" else 2) + 8 * tokens * topk
-                        shape = f"S {tokens}, K {topk}"
-                        here.append(Row("indexer", shape, "bf16", "scores + top-k", direction, provider, False, ms, least, copy, 0, peak, note))
+                        graphs = (False, True) if direction == "forward" and provider in ("ours", "unsorted") else (False,)
+                        for graph in graphs:
+                            ms = median_ms(Captured(fn) if graph else fn)
+                            rate = count * HEADS * DIM / ms / 1e9
+                            note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
+                            case = ("indexer", f"S {tokens}, K {topk}", "bf16", "scores + top-k", direction, provider, graph)
+                            here.append(Row(*case, ms, least, copy, 0, peak, note))
                 except Exception as error:  # a provider may be missing, not take the shape or run out of memory: say so and go on
                     print(f"{provider} S {tokens} K {topk}: {type(error).__name__}: {str(error)[:200]}")
                 torch.cuda.empty_cache()

@@ -2,8 +2,9 @@
 
 64 index heads, Di 128, ratio 4, attention of 64 heads and D 512, bf16, target "joint", random inputs, one sequence; the slots are those that
 the indexer selects from random scores. Forms: given (teacher [S, K] ready-made), given det. (deterministic gradient of k), own (teacher from
-q, cmp_kv and lse), dense (all visible blocks, no slots). Providers: ours; reference (plain PyTorch, eager) and compile (the same under
-torch.compile), left out above --eager-limit tokens; cudnn (the frontend's recomputed scores, target and gradients, no loss value; its dk is
+q, cmp_kv and lse), each of them "+ scores" with the selection's scores as well; dense (all visible blocks, no slots). Providers: ours;
+reference (plain PyTorch, eager, in chunks, fp32) and compile (all slots at once, bf16 products, under torch.compile; given and own for the
+smallest K), left out above --eager-limit tokens; cudnn (the frontend's recomputed scores, target and gradients, no loss value; its dk is
 not deterministic: not like for like), where installed.
 TFLOP/s counts slots of valid pairs, 6 x heads x Di each for the gradients and 2 x 64 x 512 for an own teacher; % is of the rate of a bf16
 8192^3 product in the same run. Peak memory is beyond what is held before the call, gradients included.
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor
 
 from bench.attn import matmul_rate
-from bench.common import Row, copy_rate, median_ms, peak_mib, print_table
+from bench.common import Captured, Row, copy_rate, median_ms, peak_mib, print_table
 from bench.indexer import DIM, HEADS, RATIO, make_inputs, visible_blocks
 from indexer import indexer_kl_loss, lightning_indexer
 from reference.indexer_loss import indexer_kl_loss as reference_loss
 
 ATTENTION_HEADS, ATTENTION_DIM, WINDOW = 64, 512, 128
-FORMS = ("given", "given det.", "own", "dense")
+FORMS = ("given", "given + scores", "given det.", "own", "own + scores", "dense")
 PROVIDERS = ("ours", "reference", "compile", "cudnn")
 
 
@@ -35,29 +36,30 @@ class Problem:
 
     leaves: list[Tensor]
     indices: Tensor
+    scores: Tensor
     teacher: Tensor
     q: Tensor
     cmp_kv: Tensor
     lse: Tensor
 
     def options(self, form: str) -> dict[str, Tensor | None]:
-        indices = None if form == "dense" else self.indices
-        if form.startswith("given"):
-            return dict(indices=indices, teacher=self.teacher)
-        return dict(indices=indices, q=self.q, cmp_kv=self.cmp_kv, lse=self.lse)
+        found: dict[str, Tensor | None] = dict(indices=None if form == "dense" else self.indices)
+        if form.endswith("+ scores"):
+            found["scores"] = self.scores
+        return found | (dict(teacher=self.teacher) if form.startswith("given") else dict(q=self.q, cmp_kv=self.cmp_kv, lse=self.lse))
 
 
 def make(tokens: int, topk: int, seed: int = 1) -> Problem:
     inputs = make_inputs(tokens)
     with torch.no_grad():
-        indices, _ = lightning_indexer(*inputs, topk, cmp_ratio=RATIO)
+        indices, scores = lightning_indexer(*inputs, topk, cmp_ratio=RATIO)
     generator = torch.Generator("cuda").manual_seed(seed)
     q = torch.empty(1, tokens, ATTENTION_HEADS, ATTENTION_DIM, device="cuda", dtype=torch.bfloat16).normal_(generator=generator)
     cmp_kv = torch.empty(1, tokens // RATIO, ATTENTION_DIM, device="cuda", dtype=torch.bfloat16).normal_(generator=generator)
     seen = (visible_blocks(tokens) + WINDOW).float().log() + 0.5
     lse = seen[None, :, None].expand(1, tokens, ATTENTION_HEADS).contiguous()
     teacher = torch.rand(indices.shape, device="cuda", generator=generator) / topk
-    return Problem([x.requires_grad_() for x in inputs], indices, teacher, q, cmp_kv, lse)
+    return Problem([x.requires_grad_() for x in inputs], indices, scores, teacher, q, cmp_kv, lse)
 
 
 def both(loss: Callable[..., Tensor], x: Problem, form: str) -> Callable[[], object]:
@@ -70,6 +72,21 @@ def ours(x: Problem, form: str) -> Callable[[], object]:
         return indexer_kl_loss(*leaves, **options, deterministic=form.endswith("det."), impl="triton")
 
     return both(loss, x, form)
+
+
+def all_slots(q_index: Tensor, k_index: Tensor, weights: Tensor, indices: Tensor, cmp_ratio: int, **given: Tensor) -> Tensor:
+    """What one writes without kernels, for one sequence: every gathered row and every product at once."""
+    valid, rows = indices[0] >= 0, indices[0].clamp(min=0).long()
+    scores = (torch.einsum("shd,skd->shk", q_index[0], k_index[0][rows]).float().relu() * weights[0, ..., None]).sum(1)
+    if "teacher" in given:
+        mean = given["teacher"][0]
+    else:
+        z = torch.einsum("snd,skd->snk", given["q"][0], given["cmp_kv"][0][rows]).float() * ATTENTION_DIM**-0.5
+        mean = (z - given["lse"][0, ..., None]).exp().mean(1)
+    p = torch.where(valid, mean, 0)
+    p = p / p.sum(-1, keepdim=True).clamp(min=1e-30)
+    predicted = torch.log_softmax(torch.where(valid, scores, -1e30), -1)
+    return (torch.xlogy(p, p) - p * torch.where(valid, predicted, 0)).sum()
 
 
 def cudnn(x: Problem, form: str) -> Callable[[], object]:
@@ -97,9 +114,9 @@ def case_of(provider: str, x: Problem, form: str) -> Callable[[], object] | None
         return ours(x, form)
     if provider == "cudnn":
         return cudnn(x, form) if form in ("given", "own") else None
-    if form == "given det.":
+    if form not in (("given", "own") if provider == "compile" else ("given", "own", "dense")):
         return None
-    return both(torch.compile(reference_loss) if provider == "compile" else reference_loss, x, form)
+    return both(torch.compile(all_slots, dynamic=False) if provider == "compile" else reference_loss, x, form)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,18 +143,20 @@ def run(args: argparse.Namespace) -> list[Row]:
                 flops = 6 * pairs * HEADS * DIM + (0 if form.startswith("given") else 2 * pairs * ATTENTION_HEADS * ATTENTION_DIM)
                 least = 2 * sum(t.nbytes for t in x.leaves) + sum(t.nbytes for t in x.options(form).values() if t is not None)
                 for provider in args.providers:
-                    if provider in ("reference", "compile") and tokens > args.eager_limit:
+                    if provider in ("reference", "compile") and (tokens > args.eager_limit or (provider == "compile" and topk > min(args.topk))):
                         continue
                     try:
                         fn = case_of(provider, x, form)
                         if fn is None:
                             continue
                         fn()
-                        ms, peak = median_ms(fn), peak_mib(fn)
-                        rate = flops / ms / 1e9
-                        note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
-                        shape = f"S {tokens}, K {topk}"
-                        here.append(Row("kl", shape, "bf16", form, "both", provider, False, ms, least, copy, 0, peak, note))
+                        peak = peak_mib(fn)
+                        for graph in (False, True) if provider == "ours" else (False,):
+                            ms = median_ms(Captured(fn) if graph else fn)
+                            rate = flops / ms / 1e9
+                            note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
+                            case = ("kl", f"S {tokens}, K {topk}", "bf16", form, "both", provider, graph)
+                            here.append(Row(*case, ms, least, copy, 0, peak, note))
                     except Exception as error:  # a provider may be missing, not take the shape or run out of memory: say so and go on
                         print(f"{provider} {form} S {tokens} K {topk}: {type(error).__name__}: {str(error)[:200]}")
                     torch.cuda.empty_cache()
