@@ -1,10 +1,11 @@
 """Sparse attention: window, all compressed entries, selected entries; forward, backward and deterministic backward.
 
 Sizes of DeepSeek-V4: D 512, window 128, sinks; SCFA takes 512 of S / 4 entries (random scores), CFA all of S / 128. Providers: hopper and
-plain, the launchers of the two kernels; reference (plain PyTorch, eager) and compile (the same under torch.compile), which keep gathered
-keys of every query for the backward and are left out above --eager-limit tokens; flex (flex_attention, SWA alone, without sinks).
-TFLOP/s counts valid (query, key) pairs, 4 forward and 10 backward times pairs, heads and D; % is of the rate of a bf16 8192^3 product on
-random data in the same run. GB/s counts q, out, lse, dout, dq and the keys once.
+portable, the launchers of the two kinds of kernels; reference (plain PyTorch, eager) and compile (the same under torch.compile), which keep
+gathered keys of every query for the backward and are left out above --eager-limit tokens; flex (flex_attention, SWA alone, without sinks);
+flashmla (SCFA, forward alone), where it is installed. TFLOP/s counts valid (query, key) pairs, 4 forward and 10 backward times pairs, heads
+and D; % is of the rate of a bf16 8192^3 product on random data in the same run. GB/s counts q, out, lse, dout, dq and the keys once.
+Before the timing every provider's results are compared with those of the portable kernels, and the difference stands in the row.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from bench.common import Row, copy_rate, median_ms, peak_mib, print_table
+from kernel_runtime.registry import ModelShape
 from reference.sparse_attn import sparse_attn_shared_kv as reference_attention
 
 D, WINDOW, TOP_K = 512, 128, 512
 RATIO = {"swa": 0, "cfa": 128, "scfa": 4}
-PROVIDERS = ("hopper", "plain", "reference", "compile", "flex")
+PROVIDERS = ("hopper", "portable", "reference", "flex", "flashmla", "compile")
 DIRECTIONS = ("forward", "forward + probs", "backward", "backward, det.")
 
 
@@ -128,9 +130,50 @@ def flex(x: Problem) -> Iterator[tuple[str, Callable[[], object]]]:
     return autograd(x, run)
 
 
+def flashmla(x: Problem) -> Iterator[tuple[str, Callable[[], object]]]:
+    """One list of keys a query, the window's first; the sink joins as it does here."""
+    from flash_mla import flash_mla_sparse_fwd
+
+    assert x.cmp_kv is not None and x.indices is not None  # the case is SCFA
+    S = x.q.shape[1]
+    t = torch.arange(S, device="cuda")[:, None]
+    window = (t - WINDOW + 1 + torch.arange(WINDOW, device="cuda")).clamp(min=-1)
+    lists = torch.cat([window, torch.where(x.indices[0] >= 0, x.indices[0] + S, -1)], 1).int()[:, None].contiguous()
+    keys = torch.cat([x.ori_kv[0], x.cmp_kv[0]])[:, None]
+    yield "forward", lambda: flash_mla_sparse_fwd(x.q[0], keys, lists, D**-0.5, D, attn_sink=x.sinks)[0][None]
+
+
+def results_of(value: object) -> tuple[Tensor, ...]:
+    """out of a forward, the gradients of a backward: what providers are compared by"""
+    return (value,) if isinstance(value, Tensor) else tuple(v for v in value if v is not None and v.numel())  # type: ignore[attr-defined]  # a tuple of tensors
+
+
+def difference(got: object, want: object) -> float:
+    """Largest relative difference (norm) of the tensors that both have."""
+    pairs = zip(results_of(got), results_of(want))
+    return max(float((g.double() - w.double()).norm() / w.double().norm().clamp_min(1e-30)) for g, w in pairs)
+
+
+def compile_kernels(heads: list[int]) -> None:
+    """All kernels at once, in as many processes as there are cores: one after the other at their first launch takes minutes."""
+    import os
+
+    from kernel_runtime.plan import Plan
+    from kernel_runtime.registry import import_ops, registered_specs
+    from kernel_runtime.warmup import compile_ahead
+
+    import_ops()
+    shapes = [ModelShape(64, 4, N, D, WINDOW, tuple(sorted(r for r in RATIO.values() if r)), 4, 32, TOP_K) for N in heads]
+    plan = Plan.of((op, spec) for shape in shapes for op, spec in registered_specs(shape) if op == "sparse_attn.shared_kv")
+    major, minor = torch.cuda.get_device_capability()
+    print(compile_ahead(plan, f"sm_{major}{minor}", jobs=min(16, os.cpu_count() or 1)).summary())
+
+
 def cases_of(x: Problem, provider: str, eager_limit: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    if provider in ("hopper", "plain"):
+    if provider in ("hopper", "portable"):
         return launchers(x, provider)
+    if provider == "flashmla":
+        return flashmla(x) if x.mode == "scfa" else iter(())
     if x.q.shape[1] > eager_limit:
         return iter(())
     if provider == "flex":
@@ -155,25 +198,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536])
     parser.add_argument("--heads", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--eager-limit", type=int, default=4096)
+    parser.add_argument("--eager-limit", type=int, default=4096, help="tokens up to which reference, compile and flex run")
+    parser.add_argument("--check-limit", type=int, default=16384, help="tokens up to which results are compared with the portable kernels'")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     copy, product = copy_rate(), matmul_rate()
     print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s")
+    compile_kernels(args.heads)
     rows: list[Row] = []
     for N in args.heads:
         for S in args.tokens:
             here: list[Row] = []
             for mode in args.modes:
                 x = make(mode, S, N)
+                expected = {direction: fn() for direction, fn in (() if args.check_limit < S else launchers(x, "portable"))}
                 for provider in args.providers:
                     try:
                         for direction, fn in cases_of(x, provider, args.eager_limit):
-                            fn()
-                            ms, peak = median_ms(fn), peak_mib(fn)
+                            got = fn()
+                            off = difference(got, expected[direction]) if direction in expected and provider != "flex" else None
+                            del got
+                            ms, peak = median_ms(fn, rep=30), peak_mib(fn)
                             rate = (4 if direction.startswith("forward") else 10) * x.pairs * N * D / ms / 1e9
-                            note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
+                            note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul" + ("" if off is None else f", {off:.1e}")
                             least = least_bytes(x, direction)
                             shape = f"S {S}, N {N}"
                             here.append(Row("attn", shape, "bf16", mode, direction, provider, False, ms, least, copy, 0, peak, note))
