@@ -1,9 +1,12 @@
-"""mHC: a chain of sublayers, and the parts, beside eager, torch.compile and other libraries.
+"""mHC: a chain of sublayers, and the parts, beside eager, torch.compile and another library.
 
 "full" is one sublayer of a chain: hc_pre, then hc_post_pre at every boundary, then hc_post, with F(y) = y; the time of the chain divided by
 its sublayers. Providers: transformers (its DeepSeek-V4 modules, eager), reference (ours in plain PyTorch), compile (the reference under
-torch.compile), ours; liger-kernel and tile-kernels where installed. Those two are not like for like: Liger's convention is the paper's with
-fn in bf16, TileKernels ends the iteration its own way and projects in tf32.
+torch.compile), ours, and liger-kernel where installed, which is not like for like: its convention is the paper's, with fn in bf16.
+tile-kernels is not among them: its wheel (2.1.0) has no differentiable functions, and needs tilelang and torch 2.13.
+
+Without a CUDA graph host time counts. A pass through autograd changes threads twice, which costs a chain the same however long it is:
+--sublayers sets its length.
 """
 
 from __future__ import annotations
@@ -22,15 +25,16 @@ from reference import mhc as reference
 from reference.cases.mhc import BENCH_SHAPES, MhcShape, make_cotangents, make_inputs
 
 SUBLAYERS = 8  # the first and the last sublayer, and the start of the backward engine, weigh less in a longer chain
-PROVIDERS = ("transformers", "reference", "compile", "ours", "liger", "tile")
-OPS = ("full", "hc_pre", "hc_post", "hc_gates", "pre_bmm")
+PROVIDERS = ("transformers", "reference", "compile", "ours", "liger")
+OPS = ("full", "hc_pre", "hc_post", "hc_post_pre", "hc_head", "hc_project", "hc_gates", "sinkhorn", "pre_bmm", "post_bmm", "res_bmm")
 
 
 def minimal_rows(op: str, n: int) -> tuple[int, int]:
     """Least traffic of forward and backward in rows [D] a token; "full" reads x once before and once after the sublayer."""
     return {
-        "full": (3 * n + 2, 5 * n + 3), "hc_pre": (n + 1, 2 * n + 1), "hc_post": (2 * n + 1, 3 * n + 2), "hc_gates": (0, 0),
-        "pre_bmm": (n + 1, 2 * n + 1),
+        "full": (3 * n + 2, 5 * n + 3), "hc_pre": (n + 1, 2 * n + 1), "hc_post": (2 * n + 1, 3 * n + 2),
+        "hc_post_pre": (2 * n + 2, 4 * n + 3), "hc_head": (n + 1, 2 * n + 1), "hc_project": (n, 2 * n), "hc_gates": (0, 0), "sinkhorn": (0, 0),
+        "pre_bmm": (n + 1, 2 * n + 1), "post_bmm": (n + 1, n + 2), "res_bmm": (2 * n, 3 * n),
     }[op]  # fmt: skip
 
 
@@ -38,12 +42,12 @@ Pre = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def chain(pre: Pre, post: Callable[..., Tensor], boundary: Callable[..., tuple[Tensor, ...]] | None) -> Callable[..., Tensor]:
-    """The streams after SUBLAYERS sublayers; `parameters` are fn, scale, base of each in turn."""
+    """The streams after a chain of sublayers; `parameters` are fn, scale, base of each in turn."""
 
     def run(x: Tensor, *parameters: Tensor) -> Tensor:
         y, gate, comb = pre(x, *parameters[:3])
-        for i in range(1, SUBLAYERS):
-            site = parameters[3 * i : 3 * i + 3]
+        for i in range(3, len(parameters), 3):
+            site = parameters[i : i + 3]
             if boundary is not None:
                 x, y, gate, comb = boundary(y, x, gate, comb, *site)
             else:
@@ -85,7 +89,7 @@ def plain_ops(module: object, compiled: bool = False) -> dict[str, Callable]:
 
 
 def liger_ops() -> dict[str, Callable]:
-    from liger_kernel.ops.mhc import liger_mhc_coeffs, liger_mhc_post_res, liger_mhc_pre
+    from liger_kernel.transformers.functional import liger_mhc_coeffs, liger_mhc_post_res, liger_mhc_pre
 
     def pre(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, post, comb = liger_mhc_coeffs(x, fn.t().to(x.dtype), base, *scale.unbind())
@@ -93,20 +97,6 @@ def liger_ops() -> dict[str, Callable]:
 
     def post(f: Tensor, x: Tensor, gate: Tensor, comb: Tensor) -> Tensor:
         return liger_mhc_post_res(x, f, gate, comb)
-
-    return {"full": chain(pre, post, None), "hc_pre": pre, "hc_post": post}
-
-
-def tile_ops() -> dict[str, Callable]:
-    from tile_kernels.modeling.mhc.functional import mhc_pre
-    from tile_kernels.modeling.mhc.ops import mhc_post
-
-    def pre(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, (post, comb) = mhc_pre(x, fn, scale, base, post_mult_value=2.0, sinkhorn_repeat=20)
-        return y, post, comb
-
-    def post(f: Tensor, x: Tensor, gate: Tensor, comb: Tensor) -> Tensor:
-        return mhc_post(f, x, gate.reshape(*x.shape[:-1], 1), comb)
 
     return {"full": chain(pre, post, None), "hc_pre": pre, "hc_post": post}
 
@@ -119,7 +109,6 @@ def providers(names: list[str], shape: MhcShape) -> dict[str, dict[str, Callable
         "compile": ("torch", lambda: plain_ops(reference, compiled=True)),
         "ours": ("torch", lambda: plain_ops(mhc_ops)),
         "liger": ("liger_kernel", liger_ops),
-        "tile": ("tile_kernels", tile_ops),
     }
     found = {}
     for name in names:
@@ -135,11 +124,11 @@ def providers(names: list[str], shape: MhcShape) -> dict[str, dict[str, Callable
     return found
 
 
-def make_case(op: str, shape: MhcShape, dtype: torch.dtype) -> list[Tensor]:
+def make_case(op: str, shape: MhcShape, dtype: torch.dtype, sublayers: int) -> list[Tensor]:
     if op != "full":
         return list(make_inputs(op, shape, dtype=dtype, device="cuda").values())
     x, *site = make_inputs("hc_pre", shape, dtype=dtype, device="cuda").values()
-    sites = [make_inputs("hc_pre", MhcShape(1, 1, shape.N, shape.D), dtype=dtype, seed=i, device="cuda") for i in range(1, SUBLAYERS)]
+    sites = [make_inputs("hc_pre", MhcShape(1, 1, shape.N, shape.D), dtype=dtype, seed=i, device="cuda") for i in range(1, sublayers)]
     return [x, *site, *(t for s in sites for t in list(s.values())[1:])]
 
 
@@ -149,7 +138,7 @@ def measure(function: Callable, inputs: list[Tensor], count: int, graphs: Sequen
 
     def forward() -> tuple[Tensor, ...]:
         out = function(*leaves)
-        return (out,) if isinstance(out, Tensor) else tuple(out)
+        return tuple(o for o in ((out,) if isinstance(out, Tensor) else out) if o.requires_grad)
 
     stream = Captured.side()  # a backward runs on the stream of its forward, which has to be the one that is captured
     stream.wait_stream(torch.cuda.current_stream())
@@ -177,6 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", nargs="*", default=list(OPS), choices=OPS)
     parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--sublayers", type=int, default=SUBLAYERS, help='of the chain that "full" is')
     parser.add_argument("--no-graph", action="store_true", help="only without a CUDA graph, host time included")
 
 
@@ -191,13 +181,13 @@ def run(args: argparse.Namespace) -> list[Row]:
         here: list[Row] = []
         for name, ops in providers(args.providers, shape).items():
             for op in (o for o in args.ops if o in ops):
-                inputs = make_case(op, shape, dtype)
+                inputs = make_case(op, shape, dtype, args.sublayers)
                 if op == "hc_gates" and shape.N != 4:
                     continue
                 forward, backward = (units * shape.T * shape.D * dtype.itemsize for units in minimal_rows(op, shape.N))
                 least = {"forward": forward, "backward": backward, "both": forward + backward}
                 try:
-                    for direction, *found in measure(ops[op], inputs, SUBLAYERS if op == "full" else 1, graphs):
+                    for direction, *found in measure(ops[op], inputs, args.sublayers if op == "full" else 1, graphs):
                         graph, ms, launches, peak = found
                         here.append(Row("mhc", str(shape), args.dtype, op, direction, name, graph, ms, least[direction], rate, launches, peak))
                 except Exception as error:  # another library may not take the shape: say so and go on

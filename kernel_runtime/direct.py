@@ -23,6 +23,7 @@ DTYPES = {
 }  # fmt: skip
 SCALARS = {"i32": int, "fp32": float}
 
+_RUNTIME = getattr(getattr(triton, "knobs", None), "runtime", None)
 _ONES = ((1, 1, 1), (1, 1), (1,), ())  # what a grid of 0 to 3 dimensions lacks
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -40,11 +41,19 @@ def supported() -> bool:
 
 def hooked(kernel: Any) -> bool:
     """Whether somebody watches launches (a profiler of Triton's, a hook of this kernel), which takes Triton's own path."""
-    runtime = triton.knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return bool(kernel.pre_run_hooks)
+    try:
+        return bool(_RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls or kernel.pre_run_hooks)
+    except AttributeError:  # a bare function was put in place of Triton's list of hooks
+        return True
+
+
+def start_of(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What starts a compiled kernel, and its arguments between the stream and those of the kernel: function, metadata, no hooks"""
+    launcher, none = compiled.run, (None, None, None)
+    if launcher.global_scratch_size or launcher.profile_scratch_size:  # to be allocated at every launch
+        return launcher, (compiled.function, compiled.packed_metadata, *none)
+    flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+    return launcher.launch, (compiled.function, *flags, None, None, compiled.packed_metadata, *none)
 
 
 class DirectLaunch:
@@ -71,12 +80,11 @@ class DirectLaunch:
         if known is None or known[0] is not self.kernel.device_caches.get(device) or hooked(self.kernel):
             compiled = self.kernel[grid](*args, **self.keywords)
             if tuple(map(type, scalars)) == self.scalars and all(-0x80000000 <= value < 0x80000000 for value in scalars):
-                table = self.kernel.device_caches.get(device)
-                self.known[device] = table, compiled, compiled.run, compiled.function, compiled.packed_metadata
+                self.known[device] = self.kernel.device_caches.get(device), compiled, *start_of(compiled)
             return compiled
-        _, compiled, run, function, metadata = known
+        _, compiled, start, options = known
         try:
-            run(*grid, *_ONES[len(grid)], _stream(device), function, metadata, None, None, None, *addresses, *scalars, *self.constants)
+            start(*grid, *_ONES[len(grid)], _stream(device), *options, *addresses, *scalars, *self.constants)
         except OverflowError:  # an integer beyond 32 bits, which has a kernel of its own; nothing has been started
             return self.kernel[grid](*args, **self.keywords)
         return compiled

@@ -35,6 +35,14 @@ def _fresh(out: Any, storages: set[int]) -> Any:
     return out.clone() if out.untyped_storage()._cdata in storages else out
 
 
+def _given(out: Any) -> Any:
+    """An op's output cannot be None: a launcher's None, for an output that does not exist, is an empty tensor."""
+    if isinstance(out, tuple) and any(o is None for o in out):
+        like = next(o for o in out if o is not None)
+        return tuple(like.new_empty(0) if o is None else o for o in out)
+    return out
+
+
 def _device_guard(args: Sequence[Any]) -> contextlib.AbstractContextManager:
     """Triton launches on the current device; a tensor on another one needs a switch, which costs microseconds, so only then."""
     for a in args:
@@ -71,7 +79,8 @@ def eager_call(op: Callable[..., Any]) -> Callable[..., Any]:
     """`op`, which `OpLibrary.register` returned, for calls from the autograd.Function around it.
 
     In plain eager code on the current device the dispatcher would only look for the launcher, and the op for the device, so the launcher
-    is called at once: 10 to 20 us less. Everywhere else, and for impl="eager", this is the op.
+    is called at once: 10 to 20 us less. Everywhere else, and for impl="eager", this is the op. An output that does not exist is None or an
+    empty tensor.
     """
     launchers = _LAUNCHERS[op]
 
@@ -107,7 +116,7 @@ class OpLibrary:
                 if path is None:
                     raise ValueError(f"{self.namespace}::{name}: no implementation {impl!r} exists")
                 with _device_guard(args):
-                    return _load(path)(*args)
+                    return _given(_load(path)(*args))
             out = run_eager(eager, *args)
             return _fresh(out, {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)})
 

@@ -71,19 +71,19 @@ def once_a_signature(check: Callable[..., None]) -> Callable[..., None]:
     passed: set[tuple[object, ...]] = set()
 
     def wrapper(op: str, *tensors: torch.Tensor | None) -> None:
-        if torch.compiler.is_compiling():
-            return check(op, *tensors)
-        try:
-            key = tuple([None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in tensors])
-            if key in passed:
-                return None
-        except (AttributeError, TypeError, RuntimeError):  # no tensor, symbolic sizes, or a tensor without a shape
-            return check(op, *tensors)
+        key = None
+        if not torch.compiler.is_compiling():
+            try:
+                key = tuple([None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in tensors])
+                if key in passed:
+                    return
+            except (AttributeError, TypeError, RuntimeError):  # no tensor, symbolic sizes, or a tensor without a shape
+                key = None
         check(op, *tensors)
-        if len(passed) >= MAX_SIGNATURES:
-            passed.clear()
-        passed.add(key)
-        return None
+        if key is not None:
+            if len(passed) >= MAX_SIGNATURES:
+                passed.clear()
+            passed.add(key)
 
     return wrapper
 

@@ -41,6 +41,24 @@ class Launch:
         return self.through_triton == before
 
 
+class Launcher:
+    """Triton's launcher of one kernel, recording in place of starting"""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self, launches, narrow):
+        self.launches, self.narrow = launches, narrow
+
+    def __call__(self, x, y, z, stream, function, *args):
+        self.launch(x, y, z, stream, function, False, True, "scratch" if self.global_scratch_size else None, None, *args)
+
+    def launch(self, *args):
+        if self.narrow and any(isinstance(a, int) and not -(2**31) <= a < 2**31 for a in args[15:16]):
+            raise OverflowError("signed integer is greater than maximum")  # as the C code does, before anything is started
+        self.launches.append(args)
+
+
 @pytest.fixture
 def launch(monkeypatch, tmp_path):
     import triton
@@ -56,13 +74,7 @@ def launch(monkeypatch, tmp_path):
     spec = forward_spec(torch.float32, 2, 2, "v4")
     before = spec.kernel.run
     with fake_driver(GPUTarget("cuda", 90, 32)) as driver:
-        # as Triton's C launcher: an i32 argument that does not fit is refused before anything starts
-        def start(*args):
-            if any(isinstance(a, int) and not -(2**31) <= a < 2**31 for a in args[-7:-5]):
-                raise OverflowError("signed integer is greater than maximum")
-            driver.launches.append(args)
-
-        driver.launcher_cls = lambda src, metadata: start if src.signature["T"] == "i32" else lambda *args: driver.launches.append(args)
+        driver.launcher_cls = lambda src, metadata: Launcher(driver.launches, src.signature["T"] == "i32")
         yield Launch(spec, driver)
     spec.kernel.run = before
     spec.kernel.device_caches.clear()
@@ -77,12 +89,12 @@ def pointers():
 def test_the_kernel_gets_what_triton_would_pass(launch):
     a, b = pointers()
     assert not launch((3,), a, b, 5, 1e-6)  # compiles
-    function, metadata = launch.got[4:6]
+    function, metadata = launch.got[4], launch.got[9]
     for grid, whole in (((4,), (4, 1, 1)), ((4, 5), (4, 5, 1)), ((4, 5, 6), (4, 5, 6))):
         assert launch(grid, a, b, 6, 0.5)
-        assert launch.got[:9] == (*whole, 70, function, metadata, None, None, None)
-        assert launch.got[9:13] == (a.data_ptr(), b.data_ptr(), 6, 0.5)
-        assert len(launch.got) == 9 + len(launch.spec.kernel.arg_names)
+        assert launch.got[:13] == (*whole, 70, function, False, True, None, None, metadata, None, None, None)
+        assert launch.got[13:17] == (a.data_ptr(), b.data_ptr(), 6, 0.5)
+        assert len(launch.got) == 13 + len(launch.spec.kernel.arg_names)
     assert launch((1,), b, a, 1, 1.0) and launch((1,), b, a, 16, 1.0)  # lengths that Triton would tell apart
 
 
@@ -93,7 +105,7 @@ def test_other_arguments_take_tritons_path(launch):
     assert not launch((1,), a, Pointer(torch.zeros(64), 1), 5, 1e-6)  # not aligned
     assert not launch((1,), Pointer(torch.zeros(64, dtype=torch.float16)), b, 5, 1e-6)
     assert not launch((1,), a, b, 2**40, 1e-6)
-    assert launch.got[-2 - len(launch.spec.consts)] == 2**40
+    assert launch.got[15] == 2**40
     assert launch((1,), a, b, 5, 1e-6)  # and none of them was learned
 
 
@@ -114,7 +126,7 @@ def test_hooks_see_every_launch(launch, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: seen.append(metadata.get()["name"]))
         assert not launch((1,), a, b, 5, 1e-6)
-        assert launch.got[7] is triton.knobs.runtime.launch_enter_hook
+        assert launch.got[11] is triton.knobs.runtime.launch_enter_hook
         chain = type(triton.knobs.runtime.launch_exit_hook)()
         patch.setattr(triton.knobs.runtime, "launch_enter_hook", chain)
         assert launch((1,), a, b, 5, 1e-6)
@@ -126,6 +138,14 @@ def test_hooks_see_every_launch(launch, monkeypatch):
     finally:
         launch.spec.kernel.pre_run_hooks.clear()
     assert seen == ["pre_run"]
+
+
+def test_scratch_of_a_kernel_is_allocated_at_every_launch(launch, monkeypatch):
+    monkeypatch.setattr(Launcher, "global_scratch_size", 64)
+    a, b = pointers()
+    launch((1,), a, b, 5, 1e-6)
+    assert launch((1,), a, b, 6, 1e-6)
+    assert launch.got[7] == "scratch" and launch.got[13:17] == (a.data_ptr(), b.data_ptr(), 6, 1e-6)
 
 
 def test_record_and_forbid_compile_still_work(launch):

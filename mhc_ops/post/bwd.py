@@ -92,10 +92,9 @@ def post_bwd_kernel(
 
 
 def tile(dtype: torch.dtype, n: int, d: int) -> tuple[dict[str, int], int]:
-    """R, W and STAGES, and warps: 16-byte loads, fewer columns a thread where N*N accumulators take the registers."""
-    width = 8 if n <= 4 and dtype != torch.float32 else 4
-    rows, stages = (64, 4) if d > 2560 else (32, 3)
-    return {"R": rows, "W": width, "STAGES": stages if n <= 4 else 2}, rows // 32
+    """R, W and STAGES, and warps: 16-byte loads; one warp where N*N accumulators take the registers, or a token has few columns"""
+    rows, stages = (64, 4) if d > 2560 and n <= 4 else (32, 3)
+    return {"R": rows, "W": 4 if dtype == torch.float32 else 8, "STAGES": stages}, rows // 32
 
 
 @cache

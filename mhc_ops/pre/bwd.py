@@ -176,9 +176,9 @@ def site_plan(
 
 
 def site_bwd(plan: SitePlan, scratch, dx_in, dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, mixes, rstd, hc_eps, dx, tokens: int):
-    """Two launches: dx, and dfn_part and dgate_part, which are returned, for the second stage. Returns dpre_mix too."""
+    """Two launches: dx, and dfn_part and dgate_part, which are returned, for the second stage. Returns dpre_mix too, None without pre_mix."""
     dz, dp, pieces, crms, pre, dfn_part, dgate_part, _ = scratch
-    dpre_mix = base.new_empty(0) if pre_mix is None else torch.empty_like(pre_mix)
+    dpre_mix = None if pre_mix is None else torch.empty_like(pre_mix)
     pre = pre if pre_mix is None else pre_mix
     plan.spec.launch(
         plan.grid, dy, x, mixes if dpre is None else dpre, dpost, dcomb, mixes, rstd, scale, base, pre, pre if pre_mix is None else dpre_mix,

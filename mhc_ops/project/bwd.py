@@ -21,7 +21,7 @@ from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from kernel_runtime.workspace import Layout
 from mhc_ops.library import mix_columns
-from mhc_ops.project.core import PLANS, cdiv, dot_exact, hidden_zero, padded, parallelism, store_dp
+from mhc_ops.project.core import PLANS, cdiv, dot_exact, hidden_zero, padded, parallelism, store_dp, zero_product
 from mhc_ops.project.fwd import STREAM_DTYPE, forward_specs
 
 REDUCE_BLOCK = 1024
@@ -99,8 +99,10 @@ def dx_dfn_kernel(
         at_t = row[None, :] * L + c[:, None]
         plane = T.to(tl.int64) * L
         acc = tl.zeros((L, BN), tl.float32)
-        if MODE != "tf32":  # Ascend, or fp32
+        if MODE == "exact":
             acc += hidden_zero()
+        elif MODE == "bf16":
+            acc = zero_product(L, BN)
         for tb in tl.range(g, tl.cdiv(T, BT), groups, num_stages=STAGES):
             first = tb * BT
             first64 = tl.cast(first, tl.int64)
@@ -116,18 +118,22 @@ def dx_dfn_kernel(
                 p = tl.load(dp + first64 * L + at_p, mask=on_p, other=0.0)
                 acc = dot_exact(tl.trans(p), xt, acc)
                 v = dot_exact(p, w, tl.zeros((BT, BN), tl.float32))
+            elif MODE == "bf16":
+                # as they lie in memory: the matrix unit transposes on its own, a vector core would do it through global memory
+                high = tl.load(pieces + first64 * L + at_p, mask=on_p, other=0.0)
+                low = tl.load(pieces + plane + first64 * L + at_p, mask=on_p, other=0.0)
+                acc = dot(tl.trans(high), xt, acc)
+                acc = dot(tl.trans(low), xt, acc)
+                v = dot(high, w_high, tl.zeros((BT, BN), tl.float32))
+                v = dot(low, w_high, v)
+                v = dot(high, w_low, v)
             else:
                 # loaded as [L, BT]: a transposition after the load would not be staged ahead
                 high = tl.load(pieces + first64 * L + at_t, mask=mt[None, :] & (c < M)[:, None], other=0.0)
                 low = tl.load(pieces + plane + first64 * L + at_t, mask=mt[None, :] & (c < M)[:, None], other=0.0)
                 acc = dot(high, xt, acc)
                 acc = dot(low, xt, acc)
-                if MODE == "tf32":
-                    v = tl.dot(tl.load(dp + first64 * L + at_p, mask=on_p, other=0.0), w, input_precision="tf32")
-                else:
-                    v = dot(tl.trans(high), w_high, tl.zeros((BT, BN), tl.float32))
-                    v = dot(tl.trans(low), w_high, v)
-                    v = dot(tl.trans(high), w_low, v)
+                v = tl.dot(tl.load(dp + first64 * L + at_p, mask=on_p, other=0.0), w, input_precision="tf32")
             cr = tl.load(crms + first + row, mask=mt, other=0.0)
             if CRMS == 2:
                 cr += tl.load(crms + T + first + row, mask=mt, other=0.0)

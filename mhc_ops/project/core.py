@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernel_runtime.device import device_properties
+from kernel_runtime.kernels import dot
 
 PLANS = 1024  # launch plans (one a shape) that are kept
 
@@ -240,3 +241,11 @@ def hidden_zero():
     """0.0 that the compiler does not know: ascendnpu-ir 1.0.0 crashes where the accumulator of a product starts as a constant in front of a
     loop. No grid has 2^30 programs."""
     return (tl.program_id(0) >> 30).to(tl.float32)
+
+
+@triton.jit
+def zero_product(R: tl.constexpr, C: tl.constexpr):
+    """Zeros [R, C] as the result of a product: on Ascend an accumulator that starts so stays in the matrix unit's memory during a loop,
+    with both compilers. As a constant it crashes ascendnpu-ir 1.0.0, and with `hidden_zero` it passes through global memory at every step."""
+    zero = hidden_zero().to(tl.bfloat16)
+    return dot(tl.zeros((R, 16), tl.bfloat16) + zero, tl.zeros((16, C), tl.bfloat16) + zero, tl.zeros((R, C), tl.float32))

@@ -22,7 +22,7 @@ from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from kernel_runtime.workspace import Layout
 from mhc_ops.library import mix_columns
-from mhc_ops.project.core import PLANS, cdiv, dot_exact, hidden_zero, padded, parallelism
+from mhc_ops.project.core import PLANS, cdiv, dot_exact, hidden_zero, padded, parallelism, zero_product
 
 BLOCK_TOKENS = 64  # 32 leave wgmma for mma.sync: 140 us instead of 46 at 4096 tokens, D = 4096
 PIECE_LENGTH = 4096
@@ -48,6 +48,21 @@ def split_fn_kernel(fn, pieces, K: tl.constexpr, M: tl.constexpr, C: tl.constexp
     split_fn_tile(tl.program_id(0), fn, pieces, K, M, C, BK)
 
 
+@triton.jit
+def load_pieces(at, k, left, WHOLE: tl.constexpr, ASCEND: tl.constexpr):
+    """[BK, C] of fn's pieces. On Ascend `at` is [C, BK], as the pieces lie in memory: the matrix unit transposes on its own, and a vector
+    core would do it through global memory."""
+    if WHOLE:
+        w = tl.load(at)
+    elif ASCEND:
+        w = tl.load(at, mask=(k < left)[None, :], other=0.0)
+    else:
+        w = tl.load(at, mask=(k < left)[:, None], other=0.0)
+    if ASCEND:
+        w = tl.trans(w)
+    return w
+
+
 @triton.jit(do_not_specialize=["T", "steps", "split"])
 def project_kernel(
     x, pieces, part, T, steps, split,
@@ -61,22 +76,22 @@ def project_kernel(
     k = tl.arange(0, BK)
     first = s * steps
     xp = x + t.to(tl.int64)[:, None] * K + k[None, :]
-    wp = pieces + c[None, :] * K + k[:, None]
-    acc = tl.zeros((BT, C), tl.float32)
-    gram = tl.zeros((BT, BT), tl.float32)
     if ASCEND:
-        acc += hidden_zero()
-        gram += hidden_zero()
+        wp = pieces + c[:, None] * K + k[None, :]
+        acc = zero_product(BT, C)
+        gram = zero_product(BT, BT)
+    else:
+        wp = pieces + c[None, :] * K + k[:, None]
+        acc = tl.zeros((BT, C), tl.float32)
+        gram = tl.zeros((BT, BT), tl.float32)
     for step in tl.range(first, tl.minimum(first + steps, (K + BK - 1) // BK), num_stages=STAGES):
         start = step * BK  # known to be a multiple of 16, so that loads are wide and can be staged
         if K % BK == 0:
             xt = tl.load(xp + start, mask=on[:, None], other=0.0)
-            high = tl.load(wp + start)
-            low = tl.load(wp + start + C * K)
         else:
             xt = tl.load(xp + start, mask=on[:, None] & (k < K - start)[None, :], other=0.0)
-            high = tl.load(wp + start, mask=(k < K - start)[:, None], other=0.0)
-            low = tl.load(wp + start + C * K, mask=(k < K - start)[:, None], other=0.0)
+        high = load_pieces(wp + start, k, K - start, K % BK == 0, ASCEND)
+        low = load_pieces(wp + start + C * K, k, K - start, K % BK == 0, ASCEND)
         gram = dot(xt, tl.trans(xt), gram)
         acc = dot(xt, high, acc)
         acc = dot(xt, low, acc)

@@ -59,6 +59,7 @@ BENCH_SHAPES = (
     MhcShape(1, 2048, 4, 2560),
     MhcShape(1, 4096, 4, 4096),
     MhcShape(1, 8192, 4, 4096),
+    MhcShape(1, 4096, 4, 7168),
 )
 
 OPS = ("sinkhorn", "hc_gates", "hc_project", "pre_bmm", "post_bmm", "res_bmm", "hc_pre", "hc_post", "hc_post_pre", "hc_head", "hc_expand")
