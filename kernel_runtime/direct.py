@@ -23,7 +23,7 @@ DTYPES = {
 }  # fmt: skip
 SCALARS = {"i32": int, "fp32": float}
 
-_RUNTIME = getattr(getattr(triton, "knobs", None), "runtime", None)
+_RUNTIME: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
 _ONES = ((1, 1, 1), (1, 1), (1,), ())  # what a grid of 0 to 3 dimensions lacks
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
