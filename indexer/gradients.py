@@ -13,21 +13,22 @@ import torch
 import triton
 import triton.language as tl
 
-from indexer.core import product
+from indexer.core import ASCEND, product
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
 BLOCK_HEADS = 64
-PARTIAL_BYTES = 1 << 28  # of the rows of dk that wait for their owners
+PARTIAL_BYTES = 1 << 29  # of the rows of dk that wait for their owners
 
 
 @triton.jit
 def gradients_of_query(
-    q, k, weights, indices, dscores, span, dq, dk, dweights, row, local, h0, S, S3,
+    q, k, weights, indices, dscores, span, dq, dk, owners, dweights, row, local, h0, S, S3,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """HB heads of query `row`, the `local`-th of a piece. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D]."""
+    """HB heads of query `row`, the `local`-th of a piece. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D], whose
+    keys go into owners [queries, K], -1 where a row adds to none. Offsets within a query's slots and a batch entry's keys fit 32 bits."""
     batch = row // S
     start = 0
     if TABLE:
@@ -37,84 +38,107 @@ def gradients_of_query(
     slot = tl.arange(0, P)
     listed = tl.load(indices + row * K + slot, mask=slot < K, other=-1)
     every = tl.load(dscores + row * K + slot, mask=(slot < K) & (listed >= 0) & (listed < length), other=0.0).to(tl.float32)
-    used = tl.max(tl.where(every != 0.0, slot + 1, 0), 0)
-    # dI is held between -1 and 1, so that fp16 neither overflows nor loses small gradients
-    peak = tl.max(tl.abs(every), 0)
-    shrink = tl.where(peak > 0.0, 1.0 / tl.where(peak > 0.0, peak, 1.0), 0.0)
+    counts = every != 0.0
+    used = tl.max(tl.where(counts, slot + 1, 0), 0)
+    spare = tl.max(tl.where(counts, listed, 0), 0)  # a row that is read anyway, in place of those of slots that do not count
+    if SHRINK:  # dI is held between -1 and 1, so that fp16 neither overflows nor loses small gradients
+        peak = tl.max(tl.abs(every), 0)
+        shrink = tl.where(peak > 0.0, 1.0 / tl.where(peak > 0.0, peak, 1.0), 0.0)
+    if not ATOMIC:
+        owner = tl.where(counts, listed + first.to(tl.int32), -1)
+        tl.store(owners + local.to(tl.int64) * K + slot, owner.to(owners.dtype.element_ty), mask=slot < K)
 
     head = (h0 + tl.program_id(1)) * HB + tl.arange(0, HB)
     d = tl.arange(0, DP)
     C: tl.constexpr = DP // HALVES
     c = tl.arange(0, C)
-    q_rows = q + row * H * D + head[:, None] * D
-    q_tile = tl.load(q_rows + d[None, :], mask=(head < H)[:, None] & (d < D)[None, :], other=0.0)
+    q_rows = q + row * H * D
+    place = head[:, None] * D
+    q_tile = tl.load(q_rows + place + d[None, :], mask=(head < H)[:, None] & (d < D)[None, :], other=0.0)
     q_t = tl.trans(q_tile)
     w = tl.load(weights + row * H + head, mask=head < H, other=0.0).to(tl.float32)
-    left = tl.load(q_rows + c[None, :], mask=(head < H)[:, None] & (c < D)[None, :], other=0.0)
+    left = tl.load(q_rows + place + c[None, :], mask=(head < H)[:, None] & (c < D)[None, :], other=0.0)
     left = (left.to(tl.float32) * w[:, None]).to(q_tile.dtype)
     if HALVES == 2:
-        right = tl.load(q_rows + C + c[None, :], mask=(head < H)[:, None] & (C + c < D)[None, :], other=0.0)
+        right = tl.load(q_rows + place + C + c[None, :], mask=(head < H)[:, None] & (C + c < D)[None, :], other=0.0)
         right = (right.to(tl.float32) * w[:, None]).to(q_tile.dtype)
-    own = dk + (local.to(tl.int64) * K) * D
+    k_rows = k + first * D
+    if ATOMIC:
+        out = dk + first * D
+    else:
+        out = dk + local.to(tl.int64) * K * D
     sums = tl.zeros([HB, DP], tl.float32)
     n = tl.arange(0, BS)
     for j in tl.range(0, used, BS, num_stages=STAGES):
         index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
-        on = (j + n < K) & (index >= 0) & (index < length)
-        grad = tl.load(dscores + row * K + j + n, mask=on, other=0.0).to(tl.float32) * shrink
+        on = (index >= 0) & (index < length)
+        grad = tl.load(dscores + row * K + j + n, mask=on, other=0.0).to(tl.float32)
+        if SHRINK:
+            grad *= shrink
         on = on & (grad != 0.0)
-        index = tl.where(on, index, 0)
-        block = tl.load(k + first * D + index[:, None].to(tl.int64) * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0)
+        index = tl.where(on, index, spare)
+        if ASCEND:  # its older compiler takes no gather without a mask
+            block = tl.load(k_rows + index[:, None] * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0)
+        elif D == DP:
+            block = tl.load(k_rows + index[:, None] * D + d[None, :])
+        else:
+            block = tl.load(k_rows + index[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
         s = product(block, q_t, tl.zeros([BS, HB], tl.float32))
         ds = tl.where(s > 0.0, grad[:, None], 0.0).to(block.dtype)
-        sums = product(tl.trans(ds), block, sums)
-        into = dk + first * D + index[:, None].to(tl.int64) * D + c[None, :]
-        here = own + (j + n)[:, None] * D + c[None, :]
-        part = product(ds, left, tl.zeros([BS, C], tl.float32)) * peak
         if ATOMIC:
-            tl.atomic_add(into, part, mask=on[:, None] & (c < D)[None, :], sem="relaxed")
+            here = index[:, None] * D + c[None, :]
         else:
-            tl.store(here, part.to(dk.dtype.element_ty), mask=on[:, None] & (c < D)[None, :])
+            here = (j + n)[:, None] * D + c[None, :]
+        part = product(ds, left, tl.zeros([BS, C], tl.float32))
+        if SHRINK:
+            part *= peak
+        if ATOMIC:
+            tl.atomic_add(out + here, part, mask=on[:, None] & (c < D)[None, :], sem="relaxed")
+        else:
+            tl.store(out + here, part.to(dk.dtype.element_ty), mask=on[:, None] & (c < D)[None, :])
         if HALVES == 2:
-            part = product(ds, right, tl.zeros([BS, C], tl.float32)) * peak
+            part = product(ds, right, tl.zeros([BS, C], tl.float32))
+            if SHRINK:
+                part *= peak
             if ATOMIC:
-                tl.atomic_add(into + C, part, mask=on[:, None] & (C + c < D)[None, :], sem="relaxed")
+                tl.atomic_add(out + C + here, part, mask=on[:, None] & (C + c < D)[None, :], sem="relaxed")
             else:
-                tl.store(here + C, part.to(dk.dtype.element_ty), mask=on[:, None] & (C + c < D)[None, :])
-    sums *= peak
-    again = tl.load(q_rows + d[None, :], mask=(head < H)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+                tl.store(out + C + here, part.to(dk.dtype.element_ty), mask=on[:, None] & (C + c < D)[None, :])
+        sums = product(tl.trans(ds), block, sums)
+    if SHRINK:
+        sums *= peak
+    again = tl.load(q_rows + place + d[None, :], mask=(head < H)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
     tl.store(dweights + row * H + head, tl.sum(again * sums, 1), mask=head < H)
-    out = dq + row * H * D + head[:, None] * D + d[None, :]
-    tl.store(out, (sums * w[:, None]).to(dq.dtype.element_ty), mask=(head < H)[:, None] & (d < D)[None, :])
+    tl.store(dq + row * H * D + place + d[None, :], (sums * w[:, None]).to(dq.dtype.element_ty), mask=(head < H)[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["r0", "h0", "S", "S3"])
 def gradients_kernel(
-    q, k, weights, indices, dscores, span, dq, dk, dweights, r0, h0, S, S3,
+    q, k, weights, indices, dscores, span, dq, dk, owners, dweights, r0, h0, S, S3,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a query and block of heads."""
     row = (r0 + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # later queries hold more slots and go first
     local = tl.num_programs(0) - 1 - tl.program_id(0)
     gradients_of_query(
-        q, k, weights, indices, dscores, span, dq, dk, dweights, row, local, h0, S, S3,
-        H, HB, D, DP, K, P, TABLE, ATOMIC, BS, HALVES, STAGES,
+        q, k, weights, indices, dscores, span, dq, dk, owners, dweights, row, local, h0, S, S3,
+        H, HB, D, DP, K, P, TABLE, ATOMIC, SHRINK, BS, HALVES, STAGES,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["r0", "h0", "S", "S3", "tasks"])
 def gradients_ascend_kernel(
-    q, k, weights, indices, dscores, span, dq, dk, dweights, r0, h0, S, S3, tasks,
+    q, k, weights, indices, dscores, span, dq, dk, owners, dweights, r0, h0, S, S3, tasks,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program works through queries; the grid's second size is 1. Partial rows alone: Ascend would add element by element."""
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         local = tasks - 1 - task
         gradients_of_query(
-            q, k, weights, indices, dscores, span, dq, dk, dweights, (r0 + local).to(tl.int64), local, h0, S, S3,
-            H, HB, D, DP, K, P, TABLE, ATOMIC, BS, HALVES, STAGES,
+            q, k, weights, indices, dscores, span, dq, dk, owners, dweights, (r0 + local).to(tl.int64), local, h0, S, S3,
+            H, HB, D, DP, K, P, TABLE, ATOMIC, SHRINK, BS, HALVES, STAGES,
         )  # fmt: skip
 
 
@@ -147,24 +171,26 @@ def owner_sum_ascend_kernel(partial, order, offsets, dk, tasks, D: tl.constexpr,
 
 @cache
 def gradients_spec(
-    dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, topk: int, table: bool, atomic: bool, npu: bool = False
+    dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, topk: int, table: bool, owners: torch.dtype | None, npu: bool = False
 ) -> Spec:
+    """owners: dtype of the list of keys that goes with rows of their own; None adds atomically."""
     name = TRITON_DTYPE[dtype]
     padded = max(16, triton.next_power_of_2(dim))
     return Spec(
         gradients_ascend_kernel if npu else gradients_kernel,
         types={
             "q": f"*{name}", "k": f"*{name}", "weights": f"*{TRITON_DTYPE[weights_dtype]}", "indices": "*i32", "dscores": "*fp32",
-            "span": "*i32", "dq": f"*{name}", "dk": "*fp32" if atomic else f"*{name}", "dweights": "*fp32",
+            "span": "*i32", "dq": f"*{name}", "dk": "*fp32" if owners is None else f"*{name}",
+            "owners": "*i16" if owners == torch.int16 else "*i32", "dweights": "*fp32",
             "r0": "i32", "h0": "i32", "S": "i32", "S3": "i32", **({"tasks": "i32"} if npu else {}),
         },
         consts={
             "H": heads, "HB": max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim, "DP": padded, "K": topk,
-            "P": max(16, triton.next_power_of_2(topk)), "TABLE": table, "ATOMIC": atomic, "BS": 32 if dtype == torch.float32 else 64,
-            "HALVES": 2 if padded == 128 else 1, "STAGES": 1 if atomic else 2,
+            "P": max(16, triton.next_power_of_2(topk)), "TABLE": table, "ATOMIC": owners is None, "SHRINK": dtype == torch.float16,
+            "BS": 32 if dtype == torch.float32 else 64, "HALVES": 2 if padded == 128 else 1, "STAGES": 1 if owners is None else 2,
         },
         num_warps=4,
-        # three programs on a multiprocessor instead of two, for a few spilled registers
+        # three programs on a multiprocessor instead of two, for a few registers that are spilled outside the loop
         options={"maxnreg": 168},
         targets=("ascend",) if npu else ("cuda", "hip"),
     )  # fmt: skip
@@ -206,32 +232,30 @@ def slot_gradients(
     dweights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
     if not rows or not topk or not keys:
         return dq.zero_(), dk, dweights.zero_()
-    spec = gradients_spec(q.dtype, weights.dtype, heads, dim, topk, span is not None, not deterministic, npu)
+    owner = None if not deterministic else owner_dtype(batch * keys, npu)
+    spec = gradients_spec(q.dtype, weights.dtype, heads, dim, topk, span is not None, owner, npu)
     blocks = triton.cdiv(heads, spec.consts["HB"])
     tensors = (q, k, weights, indices, dscores, indices if span is None else span, dq)
-    if not deterministic:
-        spec.launch((rows, blocks), *tensors, dk, dweights, 0, 0, queries, keys)
+    if owner is None:
+        spec.launch((rows, blocks), *tensors, dk, indices, dweights, 0, 0, queries, keys)
         return dq, dk, dweights
-    owners = _owners(indices, dscores, span, batch, queries, keys)
-    length = max(1, PARTIAL_BYTES // (topk * dim * q.element_size()))
-    partial = torch.empty(min(length, rows) * topk, dim, dtype=q.dtype, device=q.device)
-    bounds = torch.arange(batch * keys + 1, device=q.device)
+    length = min(rows, max(1, PARTIAL_BYTES // (topk * dim * q.element_size())))
+    partial = torch.empty(length * topk, dim, dtype=q.dtype, device=q.device)
+    owners = torch.empty(length * topk, dtype=owner, device=q.device)
+    bounds = torch.arange(batch * keys + 1, dtype=owner, device=q.device)
     for r0 in range(0, rows, length):
         some = min(length, rows - r0)
-        lists, order = owners[r0 * topk : (r0 + some) * topk].sort(stable=True)
-        offsets = torch.searchsorted(lists, bounds)
         for h0 in range(blocks):
-            arguments = (*tensors, partial, dweights, r0, h0, queries, keys)
+            arguments = (*tensors, partial, owners, dweights, r0, h0, queries, keys)
             spec.launch((grid_size(q.device, some, npu), 1), *arguments, *((some,) if npu else ()))
+            if h0 == 0:  # the same for every block of heads
+                lists, order = owners[: some * topk].sort(stable=True)
+                offsets = torch.searchsorted(lists, bounds)
             owners_grid = (grid_size(q.device, batch * keys, npu, vector=True),)
             owner_sum_spec(q.dtype, dim, npu).launch(owners_grid, partial, order, offsets, dk, *((batch * keys,) if npu else ()))
     return dq, dk, dweights
 
 
-def _owners(indices: torch.Tensor, dscores: torch.Tensor, span: torch.Tensor | None, batch: int, queries: int, keys: int) -> torch.Tensor:
-    """The row of k, over all batch entries, that each slot adds to; batch * keys where it adds to none. Flat, int64."""
-    index = indices.reshape(batch * queries, -1).long()
-    first = torch.arange(batch, device=index.device).repeat_interleave(queries) * keys
-    start = first.new_zeros(()) if span is None else span[0].long()
-    on = (index >= 0) & (index < (keys - start).reshape(-1, 1)) & (dscores.reshape(index.shape) != 0)
-    return torch.where(on, index + (first + start)[:, None], batch * keys).flatten()
+def owner_dtype(keys: int, npu: bool) -> torch.dtype:
+    """Of the number of a key, from -1 to keys: half as many bits are sorted in half the time."""
+    return torch.int16 if keys < 2**15 and not npu else torch.int32

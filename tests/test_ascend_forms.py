@@ -10,6 +10,7 @@ import torch
 from indexer import lightning_indexer
 from reference.cases import indexer as indexer_cases
 from reference.cases.sparse_attn import ATTENTION_CASES, AttentionCase
+from tests import test_kl_kernels as kl
 from tests.op_checks import poison_empty
 from tests.test_indexer_kernels import check_gradients, check_selection, long_case, whole
 from tests.test_sparse_attn_kernels import check
@@ -20,7 +21,8 @@ def launched(monkeypatch):
     """Makes the launchers take the forms for Ascend; the specs that were launched."""
     from kernel_runtime import launch
 
-    for name in ("sparse_attn.shared_kv.fwd", "sparse_attn.shared_kv.bwd", "indexer.lightning.fwd", "indexer.gradients"):
+    indexers = ("indexer.lightning.fwd", "indexer.gradients", "indexer.kl_loss.fwd", "indexer.kl_loss.bwd")
+    for name in ("sparse_attn.shared_kv.fwd", "sparse_attn.shared_kv.bwd", *indexers):
         monkeypatch.setattr(f"{name}.on_npu", lambda device, npu: True)
     seen = []
     monkeypatch.setattr(launch, "LAUNCH_OBSERVERS", [lambda spec, arguments: seen.append(spec)])
@@ -123,6 +125,13 @@ def test_gradients(kernel_device, launched, case):
 def test_gradients_in_bf16(kernel_device, launched, heads, dim):
     case = indexer_cases.IndexerCase("shape", batch=2, seq=5, q_offset=20, heads=heads, head_dim=dim, topk=5)
     check_gradients(case, kernel_device, torch.bfloat16, False)
+
+
+@pytest.mark.parametrize("case", [kl.BSND, kl.TND], ids=lambda c: c.name)
+@pytest.mark.parametrize("form", kl.FORMS)
+def test_kl_loss(kernel_device, launched, case, form):
+    leaves, options = kl.make(case, form, device=kernel_device)
+    kl.compare(leaves, options, reduction="mean", coefficient=0.7)
 
 
 def test_grids_are_as_large_as_the_cores(monkeypatch):

@@ -192,6 +192,30 @@ def test_scores_of_the_forward(kernel_device, monkeypatch, form):
     assert "rows_kernel" in seen and "slot_scores_kernel" not in seen
 
 
+@pytest.mark.parametrize("how, runs", [("full", 2), ("policy", 1)])
+def test_policy_runs_the_kernels_once(kernel_device, monkeypatch, how, runs):
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    from indexer import save_kl_policy
+    from kernel_runtime import launch
+
+    seen = []
+    monkeypatch.setattr(launch, "LAUNCH_OBSERVERS", [lambda spec, args: seen.append(spec.name)])
+    leaves, options = make(dataclasses.replace(BSND, batch=1, seq=2), "given/joint", device=kernel_device)
+    leaves = [x.requires_grad_() for x in leaves]
+    extra = dict(context_fn=partial(create_selective_checkpoint_contexts, save_kl_policy)) if how == "policy" else {}
+
+    def layer(q, k, weights):
+        return indexer_kl_loss(q * 2, k * 2, weights * 2, **options, impl="triton")
+
+    checkpoint(layer, *leaves, use_reentrant=False, **extra).backward()
+    for name in ("slot_scores_kernel", "rows_kernel", "gradients_kernel"):
+        assert seen.count(name) == runs
+    assert all(x.grad.abs().sum() > 0 for x in leaves)
+
+
 def test_single_slot_gives_exact_zero(kernel_device):
     leaves, options = make(dataclasses.replace(BSND, topk=1), "given/joint", device=kernel_device)
     loss, grads = evaluate(leaves, options, "triton")

@@ -13,31 +13,40 @@ import triton.language as tl
 from indexer.core import visible, visible_table
 from indexer.gradients import slot_gradients
 from indexer.kl_loss import dense
-from indexer.kl_loss.slots import slot_scores, slot_teacher
-from indexer.lightning.fwd import query_chunks, scores_spec
+from indexer.kl_loss.slots import GPU_TARGETS, NPU_TARGETS, slot_scores, slot_teacher
+from indexer.lightning.ascend.scores import scores_ascend_spec
+from indexer.lightning.fwd import chunks_of, query_chunks, scores_spec
+from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import Spec
 
 BLOCK_COLUMNS = 1024
 
 
-@triton.jit(do_not_specialize=["b0", "i0", "n", "S", "S3", "rows", "q_offset", "width"])
-def rows_kernel(
-    scores, teacher, indices, span, dscores, loss, counted, b0, i0, n, S, S3, rows, q_offset, width,
-    R: tl.constexpr, TABLE: tl.constexpr, SPARSE: tl.constexpr, MARGINAL: tl.constexpr, BC: tl.constexpr,
+@triton.jit
+def loss_of_row(
+    task, scores, teacher, indices, span, dscores, loss, counted, b0, i0, n, S, S3, rows, q_offset, width,
+    R: tl.constexpr, TABLE: tl.constexpr, SPARSE: tl.constexpr, WHOLE: tl.constexpr, MARGINAL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Loss of a row, whether it counts, and dI of its scores (in their place, if dscores is scores); rows [batches, n, width], width = K
-    (SPARSE) or S3.
+    """Loss of a row, whether it counts, and dI of its scores (in their place, if dscores is scores).
+
+    SPARSE: rows of width = K slots, [B, S, K]; otherwise the n rows of a chunk of width = S3 blocks, [batches, n, S3]. WHOLE: the teacher of
+    slots is that of a chunk's blocks.
 
     The first pass finds the softmax's maximum and sum and the teacher's mass, the second one reads scores and teacher again.
     """
-    local = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (b0 + tl.program_id(1)).to(tl.int64)
+    local = n - 1 - task % n
+    batch = (b0 + task // n).to(tl.int64)
     row = batch * S + i0 + local
     _, count = visible(span, row, i0 + local, local < n, rows, S3, q_offset, R, TABLE)
-    base = (tl.program_id(1) * n + local).to(tl.int64) * width
+    in_chunk = (task // n * n + local).to(tl.int64)
+    base = in_chunk * width
     end = count
     if SPARSE:
+        base = row * width
         end = width
+    teacher_row = teacher + base
+    if WHOLE:
+        teacher_row = teacher + in_chunk * S3
     c = tl.arange(0, BC)
     total = (row * 0).to(tl.float32)  # a tensor, also where no loop runs
     mass = total
@@ -48,7 +57,10 @@ def rows_kernel(
             index = tl.load(indices + base + j + c, mask=on, other=-1)
             on = (index >= 0) & (index < count)
         x = tl.load(scores + base + j + c, mask=on, other=float("-inf"))
-        u = tl.load(teacher + base + j + c, mask=on, other=0.0)
+        if WHOLE:
+            u = tl.load(teacher_row + tl.where(on, index, 0), mask=on, other=0.0)
+        else:
+            u = tl.load(teacher_row + j + c, mask=on, other=0.0)
         higher = tl.maximum(top, tl.max(x, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), 0)
@@ -65,7 +77,10 @@ def rows_kernel(
             index = tl.load(indices + base + j + c, mask=on, other=-1)
             on = (index >= 0) & (index < count)
         x = tl.load(scores + base + j + c, mask=on, other=float("-inf")) - top
-        u = tl.load(teacher + base + j + c, mask=on, other=0.0)
+        if WHOLE:
+            u = tl.load(teacher_row + tl.where(on, index, 0), mask=on, other=0.0)
+        else:
+            u = tl.load(teacher_row + j + c, mask=on, other=0.0)
         p = tl.where(u == mass, 1.0, u / tl.where(counts, mass, 1.0))  # exactly 1 on a single slot; a GPU's division is not
         value += tl.sum(tl.where(p > 0.0, p * (tl.log(tl.where(p > 0.0, p, 1.0)) - tl.where(on, x, 0.0) + log_total), 0.0), 0)
         predicted = tl.exp(x) / total
@@ -80,18 +95,37 @@ def rows_kernel(
     tl.store(counted + row, counts.to(tl.int32))
 
 
+@triton.jit(do_not_specialize=["b0", "i0", "n", "S", "S3", "rows", "q_offset", "width", "tasks"])
+def rows_kernel(
+    scores, teacher, indices, span, dscores, loss, counted, b0, i0, n, S, S3, rows, q_offset, width, tasks,
+    R: tl.constexpr, TABLE: tl.constexpr, SPARSE: tl.constexpr, WHOLE: tl.constexpr, MARGINAL: tl.constexpr, BC: tl.constexpr,
+    LOOP: tl.constexpr,
+):  # fmt: skip
+    if LOOP:
+        for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+            loss_of_row(
+                task, scores, teacher, indices, span, dscores, loss, counted, b0, i0, n, S, S3, rows, q_offset, width,
+                R, TABLE, SPARSE, WHOLE, MARGINAL, BC,
+            )  # fmt: skip
+    else:
+        loss_of_row(
+            tl.program_id(0), scores, teacher, indices, span, dscores, loss, counted, b0, i0, n, S, S3, rows, q_offset, width,
+            R, TABLE, SPARSE, WHOLE, MARGINAL, BC,
+        )  # fmt: skip
+
+
 @cache
-def rows_spec(cmp_ratio: int, table: bool, slots: int, marginal: bool) -> Spec:
-    """slots: K of the sparse form, 0 for the dense form."""
+def rows_spec(cmp_ratio: int, table: bool, slots: int, marginal: bool, whole: bool = False, npu: bool = False) -> Spec:
+    """slots: K of the sparse form, 0 for the dense form; whole: with the teacher of all blocks."""
     block = min(BLOCK_COLUMNS, max(256, triton.next_power_of_2(slots))) if slots else BLOCK_COLUMNS
     return Spec(
         rows_kernel,
         types={"scores": "*fp32", "teacher": "*fp32", "indices": "*i32", "span": "*i32", "dscores": "*fp32", "loss": "*fp32"}
         | {"counted": "*i32"}
-        | dense.CHUNK_TYPES
-        | {"width": "i32"},
-        consts={"R": cmp_ratio, "TABLE": table, "SPARSE": slots > 0, "MARGINAL": marginal, "BC": block},
+        | dict.fromkeys((*dense.CHUNK, "width", "tasks"), "i32"),
+        consts={"R": cmp_ratio, "TABLE": table, "SPARSE": slots > 0, "WHOLE": whole, "MARGINAL": marginal, "BC": block, "LOOP": npu},
         num_warps=max(1, block // 256),
+        targets=NPU_TARGETS if npu else GPU_TARGETS,
     )
 
 
@@ -108,6 +142,11 @@ class Problem(NamedTuple):
     cmp_ratio: int
     q_offset: int
     marginal: bool
+    npu: bool  # takes the forms for Ascend
+
+    def launch(self, spec: Spec, tasks: int, *arguments: object, vector: bool = False) -> None:
+        """A program a task, or on an NPU as many as cores; vector: no products inside."""
+        spec.launch((grid_size(self.q.device, tasks, self.npu, vector=vector),), *arguments, tasks)
 
 
 def indexer_kl_loss_fwd(
@@ -129,7 +168,9 @@ def indexer_kl_loss_fwd(
     q_offsets: torch.Tensor | None,
     gradients: bool,
     deterministic: bool,
+    npu: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
+    """Results of the op indexer_kl_loss. npu: see `on_npu`."""
     q_index, k_index, weights = q_index.contiguous(), k_index.contiguous(), weights.contiguous()
     indices, teacher, q, cmp_kv, lse, scores = (None if x is None else x.contiguous() for x in (indices, teacher, q, cmp_kv, lse, scores))
     lse = None if target == "compressed" else lse
@@ -143,7 +184,7 @@ def indexer_kl_loss_fwd(
         zeros = (torch.zeros(s, dtype=d, device=device) for s, d in zip(shapes, dtypes))
         return torch.zeros((), device=device), torch.zeros((), dtype=torch.int32, device=device), *zeros
     span = visible_table(batch, queries, keys, cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset, q_offsets, device)
-    x = Problem(q_index, k_index, weights, span, batch, queries, keys, cmp_ratio, q_offset, target == "marginal")
+    x = Problem(q_index, k_index, weights, span, batch, queries, keys, cmp_ratio, q_offset, target == "marginal", on_npu(device, npu))
     loss = torch.empty(batch * queries, dtype=torch.float32, device=device)
     counted = torch.empty(batch * queries, dtype=torch.int32, device=device)
     if indices is None:
@@ -153,15 +194,18 @@ def indexer_kl_loss_fwd(
     else:
         dscores = torch.empty(indices.shape, dtype=torch.float32, device=device)
         if scores is None:
-            slot_scores(q_index, k_index, weights, indices, span, cmp_ratio, q_offset, dscores)
+            slot_scores(q_index, k_index, weights, indices, span, cmp_ratio, q_offset, dscores, x.npu)
             scores = dscores
-        if teacher is None:
-            if q is None or cmp_kv is None:
-                raise ValueError("indexer_kl_loss: neither teacher nor q and cmp_kv")
-            teacher = slot_teacher(q, cmp_kv, lse, indices, span, softmax_scale, cmp_ratio, q_offset)
-        _loss_of_rows(x, scores, teacher, indices, dscores, loss, counted, 0, 0, batch, queries, width)
+        if teacher is None and (q is None or cmp_kv is None):
+            raise ValueError("indexer_kl_loss: neither teacher nor q and cmp_kv")
+        if teacher is None and lse is not None and span is None and not x.npu and whole_rows_pay(queries, keys, width, cmp_ratio, q_offset):
+            _whole_teacher(x, q, cmp_kv, lse, softmax_scale, scores, indices, dscores, loss, counted)
+        else:
+            if teacher is None:
+                teacher = slot_teacher(q, cmp_kv, lse, indices, span, softmax_scale, cmp_ratio, q_offset, x.npu)
+            _loss_of_rows(x, scores, teacher, indices, dscores, loss, counted, 0, 0, batch, queries)
         if gradients:
-            grads = slot_gradients(q_index, k_index, weights, indices, dscores, span, deterministic)
+            grads = slot_gradients(q_index, k_index, weights, indices, dscores, span, deterministic, x.npu)
     if not gradients:
         grads = q_index.new_empty(0), loss.new_empty(0), loss.new_empty(0)
     return loss.sum(), counted.sum(dtype=torch.int32), *grads
@@ -169,11 +213,38 @@ def indexer_kl_loss_fwd(
 
 def _loss_of_rows(
     x: Problem, scores: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor | None, dscores: torch.Tensor, loss: torch.Tensor,
-    counted: torch.Tensor, b0: int, i0: int, batches: int, n: int, width: int,
+    counted: torch.Tensor, b0: int, i0: int, batches: int, n: int, whole: bool = False,
 ) -> None:  # fmt: skip
-    spec = rows_spec(x.cmp_ratio, x.span is not None, 0 if indices is None else width, x.marginal)
+    width = x.keys if indices is None else indices.shape[-1]
+    spec = rows_spec(x.cmp_ratio, x.span is not None, 0 if indices is None else width, x.marginal, whole, x.npu)
     tensors = (scores, teacher, counted if indices is None else indices, counted if x.span is None else x.span, dscores, loss, counted)
-    spec.launch((n, batches), *tensors, b0, i0, n, x.queries, x.keys, x.batch * x.queries, x.q_offset, width)
+    sizes = (b0, i0, n, x.queries, x.keys, x.batch * x.queries, x.q_offset, width)
+    x.launch(spec, n * batches, *tensors, *sizes, vector=True)
+
+
+def whole_rows_pay(queries: int, keys: int, slots: int, cmp_ratio: int, q_offset: int) -> bool:
+    """Whether the teacher of all visible blocks costs less than one that gathers the slots: a slot takes 2.2 times as long (H200)."""
+    last = min(keys, max(0, q_offset + queries) // cmp_ratio)
+    first = min(keys, max(0, q_offset + 1) // cmp_ratio)
+    visible = (first + last) / 2  # of a mean row, taken to grow evenly
+    short = min(1.0, (slots - first) / (last - first)) if last > first else float(slots >= first)  # share of the rows that hold all they see
+    selected = slots if slots <= first else short * (first + min(slots, last)) / 2 + (1 - short) * slots
+    return visible <= 2 * selected
+
+
+def _whole_teacher(
+    x: Problem, q: torch.Tensor, cmp_kv: torch.Tensor, lse: torch.Tensor, scale: float, scores: torch.Tensor, indices: torch.Tensor,
+    dscores: torch.Tensor, loss: torch.Tensor, counted: torch.Tensor,
+) -> None:  # fmt: skip
+    """Teacher of all visible blocks, then loss and dI of the slots, a chunk of queries at a time. One offset, no table."""
+    batches, length = query_chunks(x.batch, x.queries, x.keys, 0)
+    teacher = torch.empty(batches * length * x.keys, dtype=torch.float32, device=x.q.device)
+    teach = dense.dense_teacher_spec(q.dtype, *q.shape[-2:], x.cmp_ratio, False, False)
+    for b0, some, i0, n in chunks_of(x.batch, x.queries, batches, length):
+        tiles = triton.cdiv(n, teach.consts["NQ"]) * triton.cdiv(x.keys, teach.consts["BK"])
+        sizes = (b0, i0, n, x.queries, x.keys, x.batch * x.queries, x.q_offset)
+        x.launch(teach, tiles * some, q, cmp_kv, lse, counted, teacher, scale, *sizes)
+        _loss_of_rows(x, scores, teacher, indices, dscores, loss, counted, b0, i0, some, n, whole=True)
 
 
 def _dense(
@@ -189,29 +260,29 @@ def _dense(
     make_lse = lse is None
     if lse is None:
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device)
-    score = scores_spec(*dtypes, heads, dim, x.cmp_ratio, table)
-    own = dense.dense_teacher_spec(q.dtype, attn_heads, attn_dim, x.cmp_ratio, table, True)
-    teach = dense.dense_teacher_spec(q.dtype, attn_heads, attn_dim, x.cmp_ratio, table, False)
-    for_q, for_k = (dense.dense_gradient_spec(*dtypes, heads, dim, x.cmp_ratio, table, keys) for keys in (False, True))
+    own = dense.dense_teacher_spec(q.dtype, attn_heads, attn_dim, x.cmp_ratio, table, True, x.npu)
+    teach = dense.dense_teacher_spec(q.dtype, attn_heads, attn_dim, x.cmp_ratio, table, False, x.npu)
+    for_q, for_k = (dense.dense_gradient_spec(*dtypes, heads, dim, x.cmp_ratio, table, keys, x.npu) for keys in (False, True))
     tiles = triton.cdiv(x.keys, for_k.consts["BK"])
     splits = dense.key_splits(x.batch, x.queries, x.keys, for_k.consts["BK"])
     if gradients:
         dq = torch.empty_like(x.q)
         dweights = torch.empty(x.weights.shape, dtype=torch.float32, device=device)
         partial = torch.zeros(splits, *x.k.shape, dtype=torch.float32, device=device)
-    for b0 in range(0, x.batch, batches):
-        some = min(batches, x.batch - b0)
-        for i0 in range(0, x.queries, length):
-            n = min(length, x.queries - i0)
-            sizes = (b0, i0, n, x.queries, x.keys, x.batch * x.queries, x.q_offset)
+    for b0, some, i0, n in chunks_of(x.batch, x.queries, batches, length):
+        sizes = (b0, i0, n, x.queries, x.keys, x.batch * x.queries, x.q_offset)
+        if x.npu:
+            x.launch(scores_ascend_spec(*dtypes, heads, dim, x.cmp_ratio, table), n * some, x.q, x.k, x.weights, span, scores, *sizes)
+        else:
+            score = scores_spec(*dtypes, heads, dim, x.cmp_ratio, table)
             score.launch((triton.cdiv(n, score.consts["NQ"]), some), x.q, x.k, x.weights, span, scores, *sizes)
-            blocks = triton.cdiv(n, teach.consts["NQ"])
-            if make_lse:
-                own.launch((blocks, some), q, cmp_kv, span, lse, scale, *sizes)
-            teach.launch((blocks * triton.cdiv(x.keys, teach.consts["BK"]), some), q, cmp_kv, lse, span, teacher, scale, *sizes)
-            _loss_of_rows(x, scores, teacher, None, scores, loss, counted, b0, i0, some, n, x.keys)
-            if gradients:
-                inputs = (x.q, x.k, x.weights, scores, span)
-                for_q.launch((n, some, triton.cdiv(heads, for_q.consts["HB"])), *inputs, dq, dweights, *sizes)
-                for_k.launch((tiles, some, splits), *inputs, partial, *sizes)
+        blocks = triton.cdiv(n, teach.consts["NQ"])
+        if make_lse:
+            x.launch(own, triton.cdiv(n, own.consts["NQ"]) * some, q, cmp_kv, span, lse, scale, *sizes)
+        x.launch(teach, blocks * triton.cdiv(x.keys, teach.consts["BK"]) * some, q, cmp_kv, lse, span, teacher, scale, *sizes)
+        _loss_of_rows(x, scores, teacher, None, scores, loss, counted, b0, i0, some, n)
+        if gradients:
+            inputs = (x.q, x.k, x.weights, scores, span)
+            x.launch(for_q, n * some * triton.cdiv(heads, for_q.consts["HB"]), *inputs, dq, dweights, *sizes)
+            x.launch(for_k, tiles * some * splits, *inputs, partial, *sizes, splits)
     return (dq, partial.sum(0), dweights) if gradients else ()

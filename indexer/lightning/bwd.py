@@ -49,9 +49,9 @@ def specs(shape: ModelShape) -> Iterator:
         yield order_spec(topk, ratio, table, True)
         for weights in dict.fromkeys((dtype, torch.float32)):  # the ops take either
             yield scores_spec(dtype, weights, heads, dim, ratio, table)
-            for atomic in (False, True):
-                yield gradients_spec(dtype, weights, heads, dim, topk, table, atomic)
-            yield gradients_spec(dtype, weights, heads, dim, topk, table, False, npu=True)
+            for owners in (None, torch.int16, torch.int32):
+                yield gradients_spec(dtype, weights, heads, dim, topk, table, owners)
+            yield gradients_spec(dtype, weights, heads, dim, topk, table, torch.int32, npu=True)
             yield scores_ascend_spec(dtype, weights, heads, dim, ratio, table)
         for held in (False, True):
             yield select_ascend_spec(topk, ratio, table, held)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from indexer.core import product, relu, visible, visible_table
+from indexer.core import causal, product, relu, visible, visible_table
 from indexer.library import SEGMENT
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.ascend.topk import RESIDENT, order_ascend_spec, select_ascend_spec
@@ -35,9 +35,14 @@ def scores_kernel(
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * NQ
     local = tile + tl.arange(0, NQ)
     on = local < n
-    start, count = visible(span, batch.to(tl.int64) * S + i0 + local, i0 + local, on, rows, S3, q_offset, R, TABLE)
-    low = tl.min(tl.where(count > 0, start, S3), 0)
-    high = tl.max(tl.where(count > 0, start + count, 0), 0)
+    if TABLE:
+        start, count = visible(span, batch.to(tl.int64) * S + i0 + local, i0 + local, on, rows, S3, q_offset, R, TABLE)
+        low = tl.min(tl.where(count > 0, start, S3), 0)
+        high = tl.max(tl.where(count > 0, start + count, 0), 0)
+    else:
+        count = tl.where(on, causal(i0 + local, S3, q_offset, R), 0)
+        low = 0
+        high = causal(i0 + tl.minimum(tile + NQ, n) - 1, S3, q_offset, R)
 
     column = tl.arange(0, NQ * HB)
     head = column % HB
@@ -52,11 +57,12 @@ def scores_kernel(
         w = tl.load(w_tile, mask=(owner < n) & (head < H), other=0.0).to(tl.float32)
 
     out = scores + (tl.program_id(1) * n + tile).to(tl.int64) * S3
+    k_rows = k + batch.to(tl.int64) * S3 * D
     keys = tl.arange(0, BK)
     for j in tl.range(low, high, BK, num_stages=STAGES):
         s = j + keys
-        k_tile = k + (batch.to(tl.int64) * S3 + j) * D + keys[:, None] * D + d[None, :]
-        block = tl.load(k_tile, mask=(s < high)[:, None] & (d < D)[None, :], other=0.0)
+        # offsets fit 32 bits: the keys of one batch entry have fewer than 2^31 channels
+        block = tl.load(k_rows + s[:, None] * D + d[None, :], mask=(s < S3)[:, None] & (d < D)[None, :], other=0.0)
         if HB >= H:
             products = product(block, q_t, tl.zeros([BK, NQ * HB], tl.float32))
             total = tl.sum(tl.reshape(relu(products) * w[None, :], [BK, NQ, HB]), 2)
@@ -68,8 +74,13 @@ def scores_kernel(
                 w = tl.load(w_tile + h, mask=more, other=0.0).to(tl.float32)
                 products = product(block, q_t, tl.zeros([BK, NQ * HB], tl.float32))
                 total += tl.sum(tl.reshape(relu(products) * w[None, :], [BK, NQ, HB]), 2)
-        place = s[:, None] - start[None, :]
-        tl.store(out + tl.arange(0, NQ)[None, :] * S3 + place, total, mask=(place >= 0) & (place < count[None, :]))
+        if TABLE:
+            place = s[:, None] - start[None, :]
+            shown = (place >= 0) & (place < count[None, :])
+        else:
+            place = s[:, None]
+            shown = place < count[None, :]
+        tl.store(out + tl.arange(0, NQ)[None, :] * S3 + place, total, mask=shown)
 
 
 @cache
@@ -162,7 +173,7 @@ def lightning_indexer_fwd(
             if first >= last:
                 continue
             grid = (last - first, some)
-            args = (buffer, span, winners, indices, b0, i0, first, *sizes, segments, above, upto)
+            args = (buffer, span, winners, indices, values, b0, i0, first, *sizes, segments, above, upto)
             if upto <= SEGMENT:
                 select_spec(topk, cmp_ratio, table, 0, width).launch(grid, *args)
             else:

@@ -1,7 +1,7 @@
 """Exact top-k of score rows: score descending, ties by ascending index.
 
-Two steps. `select_kernel` finds the K best of a row as a set: a search for the K-th score on the ordered bits of the floats, with the row
-in registers; where several blocks share that score, a second search for the largest index that still belongs. `order_kernel` sorts the K.
+Two steps. `select_kernel` finds the K best of a row as a set: a search for the K-th score with the row in registers; where several blocks
+share that score, a second search for the largest index that still belongs. `order_kernel` sorts the K.
 A row of at most K blocks needs no search. A row longer than a segment is searched in segments first and then once more among their winners,
 which is exact, as a block among the K best of the row is among the K best of its segment.
 
@@ -16,8 +16,10 @@ import triton.language as tl
 from indexer.core import visible
 from kernel_runtime.launch import Spec
 
+QUICK_KEYS = 1024  # of more keys too many share a step of 32 bits
 NARROW = 1024  # columns of the narrowest search: 32 a thread of one warp; SEGMENT is that of 16 warps
 LOWEST = tl.constexpr(-2147483648)  # key of an empty place, below that of -inf
+INFINITE = tl.constexpr(0x7F800000)  # key of +inf; ~INFINITE is that of -inf
 
 
 @triton.jit
@@ -44,27 +46,28 @@ def _count(condition):
 
 
 @triton.jit
-def next_threshold(low, high, middle, at_low, at_high, step, K: tl.constexpr):
-    """The key to count at next: interpolation in the scores themselves, damped at first and held off the ends; bisection of the bits,
-    `middle`, after 16 steps. at_low > at_high are the counts of keys at or above low and high."""
-    if step < 16:
-        share = (at_low - K).to(tl.float32) / tl.maximum(at_low - at_high, 1).to(tl.float32)
-        share = tl.where(step < 3, 0.5 * share + 0.25, tl.minimum(tl.maximum(share, 0.1), 0.9))
-        guess = score_key(key_score(low) + (key_score(high) - key_score(low)) * share)
-        middle = tl.where((guess > low) & (guess < high), guess, middle)
-    return middle
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _quantile(share):
+    """Of the normal distribution, to about 1 % (Tukey's lambda 0.135)."""
+    p = tl.minimum(tl.maximum(share, 1e-6), 1.0 - 1e-6)
+    return (tl.exp2(0.135 * tl.log2(p)) - tl.exp2(0.135 * tl.log2(1.0 - p))) / 0.1975
 
 
 @triton.jit(do_not_specialize=["b0", "i0", "first", "n", "S", "S3", "rows", "q_offset", "segments", "above", "upto"])
 def select_kernel(
-    scores, span, winners, chosen, b0, i0, first, n, S, S3, rows, q_offset, segments, above, upto,
+    scores, span, winners, chosen, values, b0, i0, first, n, S, S3, rows, q_offset, segments, above, upto,
     K: tl.constexpr, R: tl.constexpr, TABLE: tl.constexpr, LEVEL: tl.constexpr, A: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The set of the K best of rows with above < visible blocks <= upto; other rows are left alone.
+    """The set of the K best of rows with above < visible blocks <= upto, indices and scores; other rows are left alone.
 
-    LEVEL 0: a whole row into chosen [B, S, K]. LEVEL 1: segment program_id(2) of a row into winners [batches, n, segments, K], -1 where the
-    segment holds fewer than K. LEVEL 2: the winners of all segments into chosen.
+    LEVEL 0: a whole row into chosen and values [B, S, K]. LEVEL 1: segment program_id(2) of a row into winners [batches, n, segments, K],
+    -1 where the segment holds fewer than K. LEVEL 2: the winners of all segments into chosen and values.
     The tile is [A lanes, E], a lane's elements A columns apart: loads are coalesced, and load, scan and store keep one layout.
+    NaN counts as infinite.
     """
     batch = b0 + tl.program_id(1)
     local = first + tl.program_id(0)
@@ -73,31 +76,56 @@ def select_kernel(
     buffer = (tl.program_id(1) * n + local).to(tl.int64)
     _, count = visible(span, row, i, i < S, rows, S3, q_offset, R, TABLE)
     if (count > above) & (count <= upto):
-        place = tl.arange(0, E)[None, :] * A + tl.arange(0, A)[:, None]
+        lane = tl.arange(0, A)
+        across = tl.arange(0, E) * A
+        place = across[None, :] + lane[:, None]
+        at = scores + buffer * S3
         if LEVEL == 2:
             held = place < segments * K
             column = tl.load(winners + buffer * segments * K + place, mask=held, other=-1)
             held = held & (column >= 0)
+            x = tl.load(at + column, mask=held, other=0.0)
+            total = _count(held)
         else:
-            column = place
+            skipped = 0
             if LEVEL == 1:
-                column += tl.program_id(2) * (A * E)
-            held = column < count
-        x = tl.load(scores + buffer * S3 + tl.where(held, column, 0), mask=held, other=float("-inf"))
-        key = tl.where(held, score_key(x), LOWEST)
-        total = _count(held)
+                skipped = tl.program_id(2) * (A * E)
+            total = tl.minimum(tl.maximum(count - skipped, 0), A * E)
+            column = skipped + place
+            held = across[None, :] < (total - lane)[:, None]
+            x = tl.load((at + skipped + lane)[:, None] + across[None, :], mask=held, other=0.0)
 
-        # the largest `low` with at least K keys at or above it; `at_low`, `at_high`: keys at or above low and high
-        low = tl.min(tl.min(tl.where(held, key, 2147483647), 1), 0)
-        high = tl.max(tl.max(key, 1), 0) + 1
+        # The search: `low` is the largest key found with at least K scores at or above it, `high` the smallest with fewer; at_low and
+        # at_high are how many. First guess: where the K-th of so many normal numbers of this mean and deviation is. While one side
+        # is open, a step of that distribution's slope from the known side; then interpolation in the scores, held off the ends; zero and
+        # the next number above it, as zero is the usual tie; after 16 steps bisection of the bits, which always ends.
+        sums, squares = tl.reduce((x, x * x), 1, _add_pairs)
+        sums, squares = tl.reduce((sums, squares), 0, _add_pairs)
+        many = total.to(tl.float32)
+        mean = sums / many
+        deviation = tl.sqrt(tl.maximum(squares / many - mean * mean, 0.0))
+        wanted = _quantile(1.0 - K / many)
+        beyond = A * E - total  # places that hold a 0 which is no score
+        low = total * 0 + ~INFINITE
+        high = total * 0 + (INFINITE + 1)
         found = total
         at_low = total
-        at_high = 0
-        step = 0
+        at_high = total * 0
+        step = total * 0
         middle = halfway(low, high)
         while (middle > low) & (found != K) & (total > K):
-            middle = next_threshold(low, high, middle, at_low, at_high, step, K)
-            found = _count(key >= middle)
+            share = (at_low - K).to(tl.float32) / tl.maximum(at_low - at_high, 1).to(tl.float32)
+            edge = tl.where(step < 8, 0.1, 0.3)
+            guess = key_score(low) + (key_score(high) - key_score(low)) * tl.minimum(tl.maximum(share, edge), 1.0 - edge)
+            if (at_high == 0) | (at_low == total):
+                known = tl.where(at_high == 0, at_low, at_high).to(tl.float32)
+                ahead = wanted - _quantile(1.0 - known / many) + tl.where(at_high == 0, 0.02, -0.02)
+                base = key_score(tl.where(at_high == 0, low, high))
+                guess = tl.where(step == 0, mean + wanted * deviation, base + 1.3 * deviation * ahead)
+            key = tl.where(step == 5, 0, tl.where(step == 6, 1, score_key(guess)))
+            middle = tl.where((step < 16) & (key > low) & (key < high), key, middle)
+            limit = key_score(middle)
+            found = _count(~(x < limit)) - tl.where(limit <= 0.0, beyond, 0)
             enough = found >= K
             low = tl.where(enough, middle, low)
             at_low = tl.where(enough, found, at_low)
@@ -105,11 +133,13 @@ def select_kernel(
             at_high = tl.where(enough, at_high, found)
             step += 1
             middle = halfway(low, high)
-        take = (key >= low) & held
+        limit = key_score(low)
+        take = ~(x < limit) & held
         if (found != K) & (total > K):
             # several blocks share the K-th score: those of the smallest index belong, up to and including `last`
-            tie = (key == low) & held
-            missing = K - _count((key > low) & held)
+            y = tl.where(x == x, x, float("inf"))
+            tie = (y == limit) & held
+            missing = K - at_high
             before = -1
             last = tl.max(tl.max(tl.where(tie, column, -1), 1), 0)
             while last - before > 1:
@@ -117,7 +147,7 @@ def select_kernel(
                 enough = _count(tie & (column <= middle)) >= missing
                 last = tl.where(enough, middle, last)
                 before = tl.where(enough, before, middle)
-            take = take & ((key > low) | (column <= last))
+            take = ((y > limit) | (tie & (column <= last))) & held
 
         taken = take.to(tl.int32)
         by_lane = tl.sum(taken, 1)
@@ -129,36 +159,96 @@ def select_kernel(
             tl.store(out + place, tl.full([A, E], -1, tl.int32), mask=(place >= used) & (place < K))
         else:
             tl.store(chosen + row * K + slot, column, mask=take)
+            tl.store(values + row * K + slot, x + 0.0, mask=take)  # of the two zeros the positive one
+
+
+@triton.jit
+def _bit(P: tl.constexpr, LOG: tl.constexpr, i: tl.constexpr):
+    """Bit i of every place, [2] * LOG."""
+    return tl.reshape((tl.arange(0, P) >> i) & 1, [2] * LOG)
+
+
+@triton.jit
+def sort_ascending(x, P: tl.constexpr, LOG: tl.constexpr):
+    """Bitonic sort of int32 [P = 2^LOG]. Where a stage sorts runs downwards they are negated for its time, so that a step between places of
+    one thread is a single minimum or maximum (`tl.sort` compares and selects: twice the instructions)."""
+    h = tl.reshape(x, [2] * LOG)
+    for stage in tl.static_range(1, LOG + 1):
+        if stage < LOG:
+            h ^= -_bit(P, LOG, stage)
+        for i in tl.static_range(stage):
+            partner = h ^ tl.xor_sum(h, LOG - stage + i, True)
+            h = tl.where((h > partner) != (_bit(P, LOG, stage - 1 - i) != 0), partner, h)
+        if stage < LOG:
+            h ^= -_bit(P, LOG, stage)
+    return tl.reshape(h, [P])
+
+
+@triton.jit
+def _least(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _listed(scores, chosen, values, slot, on, count, K: tl.constexpr):
+    """Index and score at slots of a row before it is in order: what was selected, or all of a row of at most K blocks."""
+    column = slot
+    if count > K:
+        column = tl.load(chosen + slot, mask=on, other=0)
+        x = tl.load(values + slot, mask=on, other=0.0)
+    else:
+        x = tl.load(scores + slot, mask=on, other=0.0)
+    return column, x
 
 
 @triton.jit(do_not_specialize=["b0", "i0", "n", "S", "S3", "rows", "q_offset"])
 def order_kernel(
     scores, span, chosen, values, b0, i0, n, S, S3, rows, q_offset,
-    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, TABLE: tl.constexpr, SORT: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, TABLE: tl.constexpr, SORT: tl.constexpr, QUICK: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Sorts the indices in chosen [B, S, K] in place and writes their scores; a row of at most K visible blocks takes them all.
+    """Sorts chosen and values [B, S, K] in place; a row of at most K visible blocks takes them all.
 
-    One 64-bit key holds score and index, so that one sort of P >= K keys obeys both halves of the order rule.
+    QUICK: one 32-bit sort of P >= K keys, the score in LEVELS steps over the slot. It is right unless two scores fall into one step, which is
+    looked for afterwards; then, and without QUICK, a 64-bit sort of score and index, which obeys both halves of the order rule.
     """
     batch = b0 + tl.program_id(1)
     i = i0 + tl.program_id(0)
     row = batch.to(tl.int64) * S + i
     buffer = (tl.program_id(1) * n + tl.program_id(0)).to(tl.int64)
     _, count = visible(span, row, i, i < S, rows, S3, q_offset, R, TABLE)
+    at = scores + buffer * S3
+    indices = chosen + row * K
+    best = values + row * K
     slot = tl.arange(0, P)
-    held = (slot < count) & (slot < K)
-    column = tl.load(chosen + row * K + slot, mask=held & (count > K), other=0)
-    column = tl.where(held, tl.where(count > K, column, slot), slot)
-    x = tl.load(scores + buffer * S3 + tl.where(held, column, 0), mask=held, other=0.0)
-    key = tl.where(held, score_key(x), LOWEST)
-    if SORT:
-        # ascending in the complement is descending in the score; an empty place needs an index of its own to stay a strict order
-        packed = tl.sort(((~key).to(tl.int64) << 32) | column.to(tl.int64))
-        key = ~(packed >> 32).to(tl.int32)
-        column = packed.to(tl.int32)
-    empty = key == LOWEST
-    tl.store(chosen + row * K + slot, tl.where(empty, -1, column), mask=slot < K)
-    tl.store(values + row * K + slot, tl.where(empty, float("-inf"), key_score(key)), mask=slot < K)
+    used = tl.minimum(count, K)
+    held = slot < used
+    if SORT | (count <= K):
+        column, x = _listed(at, indices, best, slot, held, count, K)
+        key = tl.where(held, score_key(x), LOWEST)
+        if SORT:
+            wrong = 1
+            if QUICK:
+                top = tl.max(tl.where(held, x, float("-inf")), 0)
+                bottom = tl.min(tl.where(held, x, float("inf")), 0)
+                level = (top - x) * ((LEVELS - 1.0) / (top - bottom))
+                level = tl.where((level >= 0.0) & (level <= LEVELS - 1.0) & held, level, LEVELS - 1.0)  # also where it is NaN
+                packed = (level.to(tl.int32) * P | slot) ^ LOWEST
+                if P >= 512:  # the order to begin with is free: with this one most steps stay within a thread
+                    packed = tl.reshape(tl.permute(tl.reshape(packed, [P // 128, 32, 4]), (1, 0, 2)), [P])
+                # empty places have the last level and the last slots, and stay behind
+                column, x = _listed(at, indices, best, sort_ascending(packed, P, LOG) & (P - 1), held, count, K)
+                key = tl.where(held, score_key(x), LOWEST)
+                # strictly falling keys, each plus its place: never above the least before
+                falling = tl.where(held, key + slot, LOWEST)
+                wrong = tl.sum((tl.associative_scan(falling, 0, _least) != falling).to(tl.int32), 0)
+            if wrong > 0:
+                # ascending in the complement is descending in the score; an empty place needs an index of its own to stay a strict order
+                both = tl.sort(((~key).to(tl.int64) << 32) | tl.where(held, column, slot).to(tl.int64))
+                key = ~(both >> 32).to(tl.int32)
+                column = both.to(tl.int32)
+        tl.store(indices + slot, tl.where(held, column, -1), mask=slot < K)
+        tl.store(best + slot, tl.where(held, key_score(key), float("-inf")), mask=slot < K)
 
 
 RUNTIME = ("b0", "i0", "n", "S", "S3", "rows", "q_offset")
@@ -171,10 +261,9 @@ def select_spec(topk: int, cmp_ratio: int, table: bool, level: int, width: int) 
     warps = width // NARROW
     return Spec(
         select_kernel,
-        types={"scores": "*fp32", "span": "*i32", "winners": "*i32", "chosen": "*i32"} | dict.fromkeys(names, "i32"),
+        types={"scores": "*fp32", "span": "*i32", "winners": "*i32", "chosen": "*i32", "values": "*fp32"} | dict.fromkeys(names, "i32"),
         consts={"K": topk, "R": cmp_ratio, "TABLE": table, "LEVEL": level, "A": 32 * warps, "E": 32},
         num_warps=warps,
-        # without the cap the search takes 215 to 255 registers and twice the time
         options={"maxnreg": 128},
         targets=("cuda", "hip"),
     )
@@ -186,7 +275,11 @@ def order_spec(topk: int, cmp_ratio: int, table: bool, sort: bool) -> Spec:
     return Spec(
         order_kernel,
         types={"scores": "*fp32", "span": "*i32", "chosen": "*i32", "values": "*fp32"} | dict.fromkeys(RUNTIME, "i32"),
-        consts={"K": topk, "P": size, "R": cmp_ratio, "TABLE": table, "SORT": sort},
+        consts={
+            "K": topk, "P": size, "LOG": size.bit_length() - 1, "R": cmp_ratio, "TABLE": table, "SORT": sort,
+            "QUICK": size <= QUICK_KEYS, "LEVELS": min(1 << 23, (1 << 32) // size),
+        },
         num_warps=max(1, min(8, size // 512)),  # 512 keys on one warp: most of the network stays in registers and shuffles
+        options={"maxnreg": 96} if size <= 512 else {},
         targets=("cuda",),  # Ascend sorts floats of at most 32 bits
-    )
+    )  # fmt: skip

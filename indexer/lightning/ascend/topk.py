@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from indexer.core import visible_of_row
-from indexer.lightning.topk import halfway, key_score, next_threshold, score_key
+from indexer.lightning.topk import halfway, key_score, score_key
 from kernel_runtime.launch import Spec
 
 RESIDENT = 4096  # columns of a row that the unified buffer holds during the search
@@ -20,6 +20,18 @@ LANES = 64
 PAIRS = 4096  # pairs of winners that are compared at a time
 RUNTIME = ("b0", "i0", "n", "S", "S3", "rows", "q_offset", "tasks")
 BEYOND = tl.constexpr(16777216.0)  # in place of a column where there is none
+
+
+@triton.jit
+def next_threshold(low, high, middle, at_low, at_high, step, K: tl.constexpr):
+    """The key to count at next: interpolation in the scores themselves, damped at first and held off the ends; bisection of the bits,
+    `middle`, after 16 steps. at_low > at_high are the counts of keys at or above low and high."""
+    if step < 16:
+        share = (at_low - K).to(tl.float32) / tl.maximum(at_low - at_high, 1).to(tl.float32)
+        share = tl.where(step < 3, 0.5 * share + 0.25, tl.minimum(tl.maximum(share, 0.1), 0.9))
+        guess = score_key(key_score(low) + (key_score(high) - key_score(low)) * share)
+        middle = tl.where((guess > low) & (guess < high), guess, middle)
+    return middle
 
 
 @triton.jit
