@@ -213,7 +213,7 @@ def test_grouped_experts_equal_a_loop():
     results = []
     for experts in (_grouped, _one_by_one):
         leaves = [t.clone().requires_grad_() for t in (x, w_in, w_out)]
-        out = experts(*leaves, torch.tensor(sizes), sizes, 1.0)
+        out = experts(*leaves, torch.tensor(sizes), sizes, 1.0, "auto")
         out.backward(cotangent)
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for got, want in zip(*results):

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from indexer import indexer_kl_loss, lightning_indexer
-from reference.rope import apply_rope
 from sparse_attn import compress_kv, sparse_attn_shared_kv
 from train_example.config import ModelConfig
+from train_example.fused import norm_rope, rope
 
 
 class RMSNorm(nn.Module):
@@ -77,7 +78,7 @@ class Compressor(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         entries = self.norm(self.pool(self.kv(x), self.gate(x)))
         first = slice(0, entries.shape[1] * self.ratio, self.ratio)
-        return apply_rope(entries, cos[first], sin[first])
+        return rope(entries, cos[first], sin[first], impl=self.pool.impl)
 
 
 class Indexer(nn.Module):
@@ -93,7 +94,7 @@ class Indexer(nn.Module):
     def forward(self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, S, D], latent [B, S, L] -> q [B, S, H, Ci], k [B, E, Ci], weights [B, S, H] with both scales folded in."""
         x, latent = x.detach(), latent.detach()
-        q = apply_rope(self.q_b(latent).unflatten(-1, (self.heads, self.size)), cos[:, None], sin[:, None])
+        q = rope(self.q_b(latent).unflatten(-1, (self.heads, self.size)), cos, sin, impl=self.compressor.pool.impl)
         weights = self.weights(x) * (self.size * self.heads) ** -0.5
         return q, self.compressor(x, cos, sin), weights
 
@@ -109,8 +110,29 @@ class GroupedLinear(nn.Linear):
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight = x.unflatten(-1, (self.groups, -1)), self.weight.unflatten(0, (self.groups, -1))
-        return torch.einsum("...gi,goi->...go", x, weight).flatten(-2)
+        if torch.compiler.is_compiling():
+            return torch.einsum("...gi,goi->...go", x.unflatten(-1, (self.groups, -1)), self.weight.unflatten(0, (self.groups, -1))).flatten(-2)
+        rows = x.reshape(-1, self.groups, x.shape[-1] // self.groups)
+        return _GroupedProduct.apply(rows, self.weight.unflatten(0, (self.groups, -1))).view(*x.shape[:-1], -1)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """x [T, G, I], weight [G, O, I] -> [T, G, O]. The products write their rows in place, where an einsum would transpose copies."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[1])
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        torch.bmm(grad.transpose(0, 1), weight, out=dx.transpose(0, 1))
+        return dx, torch.bmm(grad.permute(1, 2, 0), x.transpose(0, 1))
 
 
 class AttentionCore(nn.Module):
@@ -167,9 +189,8 @@ class Attention(nn.Module):
         config = self.config
         latent = self.q_norm(self.q_a(x))
         q = self.q_b(latent).unflatten(-1, (config.num_heads, config.head_dim))
-        q = F.rms_norm(q, (config.head_dim,), eps=config.norm_eps)
-        q = apply_rope(q, cos[:, None], sin[:, None])
-        kv = apply_rope(self.kv_norm(self.kv(x)), cos, sin)
+        q = norm_rope(q, cos, sin, eps=config.norm_eps, impl=self.impl)
+        kv = rope(self.kv_norm(self.kv(x)), cos, sin, impl=self.impl)
 
         entries, state, unused = self._compressed(x, latent, cos, sin, with_kl)
         indices = None if state is None else state.indices
@@ -177,7 +198,7 @@ class Attention(nn.Module):
         out = self.core(q, kv, entries, indices, probs_wanted)
         out, probs = out if probs_wanted else (out, None)
 
-        out = apply_rope(out, cos[:, None], sin[:, None], inverse=True)
+        out = rope(out, cos, sin, inverse=True, impl=self.impl)
         out = self.o_b(self.o_a(out.flatten(2)))
         if unused is not None:
             out = out + unused

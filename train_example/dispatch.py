@@ -25,7 +25,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from train_example.fused import combine, copy_rows, permute_rows
 
 ExpertsFn = Callable[[Tensor, Tensor, list[int]], Tensor]
 
@@ -102,61 +103,6 @@ class _AllToAllRows(torch.autograd.Function):
         return out, None, None, None
 
 
-class _PermuteRows(torch.autograd.Function):
-    """rows[order] for a permutation `order`; the backward gathers with the inverse permutation instead of scattering."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[order]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (inverse,) = ctx.saved_tensors
-        return grad[inverse], None, None
-
-
-class _CopyTokens(torch.autograd.Function):
-    """x[order // k]: each token k times, in sorted order; the backward undoes the sort and sums a token's k rows (no scatter-add)."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.k = k
-        return x[order // k]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (inverse,) = ctx.saved_tensors
-        return grad[inverse].view(-1, ctx.k, grad.shape[1]).sum(dim=1), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Sum over k of weights [T, k] times rows [T, k, D], in the weights' dtype, which is wider, cast to the rows' dtype at the end.
-
-    What autograd would keep, and make for the gradients, is [T, k, D] in the wider dtype.
-    """
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        y = torch.zeros(rows.shape[0], rows.shape[2], dtype=weights.dtype, device=rows.device)
-        for j in range(rows.shape[1]):
-            y.addcmul_(rows[:, j], weights[:, j, None])
-        return y.to(rows.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        rows, weights = ctx.saved_tensors
-        grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-        for j in range(rows.shape[1]):
-            # `out` in the rows' dtype: multiplied in the wider one, rounded once
-            torch.mul(grad.to(weights.dtype), weights[:, j, None], out=grad_rows[:, j])
-            torch.sum(rows[:, j].to(weights.dtype) * grad, -1, out=grad_weights[:, j])
-        return grad_rows, grad_weights
-
-
 def _inverse(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
@@ -192,7 +138,7 @@ def _check(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, ran
 
 @torch.compiler.disable  # the split sizes are read on the host, so a compiled layer breaks its graph here anyway
 def dispatch_experts(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, experts: ExpertsFn, num_experts: int, group: dist.ProcessGroup | None
+    x: Tensor, expert_ids: Tensor, weights: Tensor, experts: ExpertsFn, num_experts: int, group: dist.ProcessGroup | None, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Run `experts` on the tokens routed to this rank and return every token's weighted sum over its k experts.
 
@@ -205,6 +151,7 @@ def dispatch_experts(
             with M = 0 too, so that its weights get a gradient (of zeros) on every rank.
         num_experts: E, over all ranks; rank r holds experts r * L ... (r + 1) * L - 1.
         group: the expert-parallel process group, or None for one process.
+        impl: of copying and summing rows, see train_example/fused.py.
 
     Returns:
         y [T, D] in x.dtype (the sum over k is done in float32) and counts [E] int64: rows of this rank's own tokens for each expert.
@@ -231,14 +178,14 @@ def dispatch_experts(
         outside = expert_ids.numel() - sum(send_splits)
         raise ValueError(f"expert_ids must lie in [0, {num_experts}): {outside} of {expert_ids.numel()} do not")
 
-    rows = _CopyTokens.apply(x, order, inverse, k)
+    rows = copy_rows(x, order, inverse, k, impl)
     if ranks > 1:
         rows = _AllToAllRows.apply(rows, send_splits, recv_splits, group)
         expert_of_row = torch.arange(local_experts, device=device).repeat(ranks)
         expert_of_row = expert_of_row.repeat_interleave(recv.reshape(-1), output_size=sum(recv_splits))
         regroup = expert_of_row.argsort(stable=True)
         ungroup = _inverse(regroup)
-        rows = _PermuteRows.apply(rows, regroup, ungroup)
+        rows = permute_rows(rows, regroup, ungroup)
 
     out = experts(rows, recv.sum(0), routing.expert_sizes())
     if out.shape != rows.shape:
@@ -247,7 +194,6 @@ def dispatch_experts(
         out = out + rows.to(out.dtype)  # nothing to add, but it ties `out` to the exchange, so its backward runs on this rank too
 
     if ranks > 1:
-        out = _PermuteRows.apply(out, ungroup, regroup)
+        out = permute_rows(out, ungroup, regroup)
         out = _AllToAllRows.apply(out, recv_splits, send_splits, group)
-    out = _PermuteRows.apply(out, inverse, order).view(-1, k, x.shape[1])
-    return _Combine.apply(out, weights).to(x.dtype), counts
+    return combine(out, order, inverse, weights, impl).to(x.dtype), counts

@@ -80,7 +80,7 @@ class Layer(nn.Module):
         self.attn = Attention(config, ratio, impl)
         self.moe_hc = ModelHyperConnection(config, impl)
         self.moe_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.moe = MoE(config, layer_index)
+        self.moe = MoE(config, layer_index, impl)
 
     def forward(
         self, streams: Tensor, input_ids: Tensor, cos: Tensor, sin: Tensor, with_kl: bool = False

@@ -20,11 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from train_example.config import ModelConfig
 from train_example.dispatch import dispatch_experts
-
-
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """silu(gate) * up, gate clipped above at limit and up on both sides."""
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+from train_example.fused import swiglu
 
 
 class Router(nn.Module):
@@ -108,12 +104,12 @@ class Experts(nn.Module):
     The trainer may shard dim 0 over the expert-parallel mesh; then a rank holds L of the E experts.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, impl: str = "auto") -> None:
         super().__init__()
         E, D, width = config.num_experts, config.hidden_size, config.expert_dim
         self.w_gate_up = nn.Parameter(torch.empty(E, 2 * width, D))
         self.w_down = nn.Parameter(torch.empty(E, D, width))
-        self.limit = config.swiglu_limit
+        self.limit, self.impl = config.swiglu_limit, impl
 
     def init_weights(self, std: float) -> None:
         nn.init.normal_(self.w_gate_up, std=std)
@@ -128,7 +124,7 @@ class Experts(nn.Module):
         if not len(sizes) == counts.shape[0] == gate_up.shape[0]:
             raise ValueError(f"counts has {counts.shape[0]} entries, want one for each of the {gate_up.shape[0]} experts held here")
         experts = _grouped if fits_grouped_mm(x, gate_up, down) else _one_by_one
-        return experts(x, gate_up, down, counts, sizes, self.limit)
+        return experts(x, gate_up, down, counts, sizes, self.limit, self.impl)
 
 
 def fits_grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
@@ -137,50 +133,51 @@ def fits_grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     return x.is_cuda and bf16 and x.shape[0] > 0 and gate_up.shape[2] % 8 == 0 and down.shape[2] % 8 == 0
 
 
-def _grouped(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, sizes: list[int], limit: float) -> Tensor:
+def _grouped(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, sizes: list[int], limit: float, impl: str) -> Tensor:
     """All experts in two grouped products. The last offset is M: grouped_mm leaves rows behind it unwritten."""
     ends = counts.cumsum(0).to(torch.int32)
-    gate, up = F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-    return F.grouped_mm(swiglu(gate, up, limit), down.transpose(1, 2), offs=ends)
+    hidden = swiglu(F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends), limit, impl)
+    return F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
 
 
-def _one_by_one(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, sizes: list[int], limit: float) -> Tensor:
+def _one_by_one(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, sizes: list[int], limit: float, impl: str) -> Tensor:
     out = []
     # unbind has one backward for all experts; indexing would make a gradient of the whole stack for each.
     for rows, w_in, w_out in zip(x.split(sizes), gate_up.unbind(), down.unbind()):
-        gate, up = F.linear(rows, w_in).chunk(2, -1)
-        out.append(F.linear(swiglu(gate, up, limit), w_out))
+        out.append(F.linear(swiglu(F.linear(rows, w_in), limit, impl), w_out))
     return torch.cat(out)
 
 
 class SharedExpert(nn.Module):
     """The expert every token goes to."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, impl: str = "auto") -> None:
         super().__init__()
         self.gate = nn.Linear(config.hidden_size, config.expert_dim, bias=False)
         self.up = nn.Linear(config.hidden_size, config.expert_dim, bias=False)
         self.down = nn.Linear(config.expert_dim, config.hidden_size, bias=False)
-        self.limit = config.swiglu_limit
+        self.limit, self.impl = config.swiglu_limit, impl
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate(x), self.up(x), self.limit))
+        gate_up = torch.cat((self.gate(x), self.up(x)), -1)
+        return self.down(swiglu(gate_up.flatten(0, -2), self.limit, self.impl).view(*x.shape[:-1], -1))
 
 
 class MoE(nn.Module):
     """One MoE site. ep_group: the expert-parallel process group, set by the trainer; None keeps every expert in this process."""
 
-    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, impl: str = "auto") -> None:
         super().__init__()
+        self.impl = impl
         self.num_experts = config.num_experts
         self.router = HashRouter(config, layer_index) if layer_index < config.num_hash_layers else TopKRouter(config)
-        self.experts = Experts(config)
-        self.shared = SharedExpert(config)
+        self.experts = Experts(config, impl)
+        self.shared = SharedExpert(config, impl)
         self.ep_group: ProcessGroup | None = None
 
     def forward(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, S, D], token_ids [B, S] -> y [B, S, D], counts [E] int64: rows this rank's tokens sent to each expert."""
         tokens = x.flatten(0, -2)
         chosen, weights = self.router(tokens, token_ids.flatten())
-        routed, counts = dispatch_experts(tokens, chosen, weights, self.experts, self.num_experts, self.ep_group)
+        routed, counts = dispatch_experts(tokens, chosen, weights, self.experts, self.num_experts, self.ep_group, self.impl)
         return routed.view_as(x) + self.shared(x), counts

@@ -73,7 +73,7 @@ def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.
     if fill and parallel.rank == 0:
         torch.manual_seed(config.seed)
         full_state = DeepSeekV4(config.model, impl=config.impl).state_dict()
-        nudge(full_state["embed.weight"], config.nudge)
+        nudge(full_state["head.weight"], config.nudge)
     with torch.device("meta"):
         model = DeepSeekV4(config.model, impl=config.impl)
     if config.recompute in MHC_RECOMPUTE:
@@ -170,6 +170,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only with a fixed workspace
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # one more launch for every tensor; nothing reads what it did not write
     warmed = warm_kernels(config, device)
     parallel = init_parallel(device, config.ep, config.startup_timeout, config.ep_group == "own")
     torch.manual_seed(config.seed + parallel.rank)  # for whatever may draw numbers in a forward; the weights have a seed of their own
