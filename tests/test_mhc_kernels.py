@@ -210,6 +210,24 @@ def test_forms_for_ascend(monkeypatch, no_plans):
     assert {spec.name: spec.consts["LOOP"] for spec in recording.specs if "LOOP" in spec.consts} == dict.fromkeys(
         ("post_fwd_kernel", "expand_split_kernel", "gates_collapse_kernel", "gates_dpre_kernel", "head_fwd_kernel"), True
     )
+
+
+@pytest.mark.interpret
+def test_products_for_ascend(monkeypatch, no_plans):
+    """Accumulators that start as a product, and operands that the matrix unit transposes."""
+    import mhc_ops.project.bwd
+
+    for module, name in ((project_kernels, "project_spec"), (mhc_ops.project.bwd, "dx_dfn_spec")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, original=original: original(*a[:-1], True))
+    mhc_ops.project.bwd.dx_plan.cache_clear()
+    with record() as recording:
+        for name in ("hc_project", "hc_pre"):
+            for d in (40, 64):  # K with a rest and without, in pieces of BK = 128
+                check("cpu", monkeypatch, name, MhcShape(1, 19, 4, d), dtype=torch.bfloat16)
+    mhc_ops.project.bwd.dx_plan.cache_clear()
+    forms = {(spec.name, spec.consts.get("ASCEND", spec.consts.get("MODE"))) for spec in recording.specs}
+    assert {("project_kernel", True), ("dx_dfn_kernel", "bf16")} <= forms
     inputs = [make_inputs("hc_post", MhcShape(1, 5, 5, 300), dtype=FP32)[k] for k in ("f", "x", "post", "comb")]
     dout = torch.randn(1, 5, 5, 300, generator=torch.Generator().manual_seed(3))
     got, want = (mhc_ops.post.bwd.post_bwd(dout, *inputs, npu=npu) for npu in (True, False))

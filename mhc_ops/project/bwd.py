@@ -102,7 +102,7 @@ def dx_dfn_kernel(
         if MODE == "exact":
             acc += hidden_zero()
         elif MODE == "bf16":
-            acc = zero_product(L, BN)
+            acc = zero_product(L, BN, 30)
         for tb in tl.range(g, tl.cdiv(T, BT), groups, num_stages=STAGES):
             first = tb * BT
             first64 = tl.cast(first, tl.int64)
@@ -197,9 +197,12 @@ def dx_dfn_spec(dtype: torch.dtype, n: int, d: int, m: int, scales: int, add: bo
     types |= {"dx": stream, "dfn_part": "*fp32", "dgate_part": "*fp32", "T": "i32"}
     width = gate_width(m, scales)
     mode = "exact" if dtype != torch.bfloat16 else "bf16" if npu else "tf32"
+    block_tokens, block_columns = 16, 64 if npu or mode == "exact" else min(256, max(64, 8192 // width))
+    if mode == "bf16" and width <= 32:
+        block_tokens, block_columns = 32, 128  # what the unified buffer of an NPU holds with the older compiler, too
     consts = {
         "N": n, "D": d, "M": m, "S": scales, "L": width, "CRMS": crms_rows(scales), "ADD": add, "DY": dy, "MODE": mode,
-        "BT": 16, "BN": 64 if npu or mode == "exact" else min(256, max(64, 8192 // width)), "GATE_BT": 2048 // width,
+        "BT": block_tokens, "BN": block_columns, "GATE_BT": 2048 // width,
         "STAGES": 2 if npu or mode == "exact" else 3,
     }  # fmt: skip
     options = {"multibuffer": False} if npu else {}  # cube and vector results meet in this kernel

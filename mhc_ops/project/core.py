@@ -136,6 +136,14 @@ def pick_weights(v, N: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def collapse_tile(x, y, w0, w1, w2, w3, w4, w5, w6, w7, t, d, N: tl.constexpr, D: tl.constexpr):
+    """y[d] = sum_n w_n * x[n, d] of token t (int64) for the columns d"""
+    x0, x1, x2, x3, x4, x5, x6, x7 = load_streams(x + t * (N * D) + d, d < D, N, D)
+    v = weighted_streams(x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7, N)
+    tl.store(y + t * D + d, v.to(y.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
 def gather_scalars(a0, a1, a2, a3, a4, a5, a6, a7, N: tl.constexpr, P: tl.constexpr):
     """Eight scalars as a vector [P], 0 past N"""
     i = tl.arange(0, P)
@@ -244,8 +252,9 @@ def hidden_zero():
 
 
 @triton.jit
-def zero_product(R: tl.constexpr, C: tl.constexpr):
+def zero_product(R: tl.constexpr, C: tl.constexpr, BIT: tl.constexpr):
     """Zeros [R, C] as the result of a product: on Ascend an accumulator that starts so stays in the matrix unit's memory during a loop,
-    with both compilers. As a constant it crashes ascendnpu-ir 1.0.0, and with `hidden_zero` it passes through global memory at every step."""
-    zero = hidden_zero().to(tl.bfloat16)
+    with both compilers. As a constant it crashes ascendnpu-ir 1.0.0, and with `hidden_zero` it passes through global memory at every step.
+    Each accumulator of a kernel has a BIT (28 to 30, no grid is so large) of its own, or equal shapes would share one and be copied."""
+    zero = (tl.program_id(0) >> BIT).to(tl.bfloat16)
     return dot(tl.zeros((R, 16), tl.bfloat16) + zero, tl.zeros((16, C), tl.bfloat16) + zero, tl.zeros((R, C), tl.float32))

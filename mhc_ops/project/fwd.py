@@ -78,8 +78,8 @@ def project_kernel(
     xp = x + t.to(tl.int64)[:, None] * K + k[None, :]
     if ASCEND:
         wp = pieces + c[:, None] * K + k[None, :]
-        acc = zero_product(BT, C)
-        gram = zero_product(BT, BT)
+        acc = zero_product(BT, C, 30)
+        gram = zero_product(BT, BT, 29)
     else:
         wp = pieces + c[None, :] * K + k[:, None]
         acc = tl.zeros((BT, C), tl.float32)
