@@ -249,6 +249,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser.add_argument("--batch", type=int, default=1, help="sequences a process")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True, help="compile all kernels ahead, not each at its first use")
     parser.add_argument("--split", action=argparse.BooleanOptionalAction, default=True, help="profile one more step")
     parser.add_argument("--kernels", type=int, default=0, help="how many of the largest kernels to print")
     parser.add_argument("--traces", type=Path, help="folder that keeps the profiles, a Chrome trace each")
@@ -262,7 +263,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
 
     device = pick_device(args.device)
     first = settings(args, "ours", args.seq_lens[0], "none")
-    if any(variant.startswith("ours") for variant in args.variants):
+    if args.warm and any(variant.startswith("ours") for variant in args.variants):
         warm_kernels(first, device)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank == 0:
