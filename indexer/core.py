@@ -9,22 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_runtime.kernels import INTERPRETING, dot
+from kernel_runtime.kernels import dot
 from kernel_runtime.launch import ON_ASCEND, Spec
 
 BLOCK_SPAN = 256
+product = dot  # of every kernel here
 ASCEND = tl.constexpr(ON_ASCEND)
-
-
-@triton.jit
-def product(a, b, acc):
-    """acc + a @ b. fp32 operands are multiplied in full: a score rounded to tf32 would select other blocks."""
-    if INTERPRETING:
-        return dot(a, b, acc)
-    elif a.dtype == tl.float32:  # no `and`: Triton 3.2 cannot join a constexpr and a bool
-        return tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        return dot(a, b, acc)
 
 
 @triton.jit

@@ -10,11 +10,12 @@ INTERPRETING = tl.constexpr(interpreting())
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b with fp32 accumulation. The CPU interpreter computes bf16 products wrongly, so there the operands become fp32 first."""
+    """acc + a @ b with fp32 accumulation. fp32 operands are multiplied in full, not rounded to tf32: fp32 is asked for where precision matters,
+    and a rounded score would select other entries. The CPU interpreter computes 16-bit products wrongly, so there operands become fp32 first."""
     if INTERPRETING:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
-        return tl.dot(a, b, acc)
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -24,7 +24,7 @@ import triton
 from kernel_runtime.device import device_properties, grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from sparse_attn.shared_kv.bwd_kernels import attention_dq_kernel, count_kernel, range_dkv_kernel, selected_dkv_kernel
+from sparse_attn.shared_kv.bwd_kernels import attention_dq_kernel, range_dkv_kernel, selected_dkv_kernel
 from sparse_attn.shared_kv.fwd import (
     ALL,
     GPU,
@@ -39,13 +39,13 @@ from sparse_attn.shared_kv.fwd import (
     mode_of,
     probs_spec,
 )
+from sparse_attn.shared_kv.lists import UNIT, list_spec, lists_of, occurrence_spec, single_lists, single_spec
 from sparse_attn.shared_kv.owner import owner_lists, owner_spec, owner_sum
 from sparse_attn.shared_kv.places import NUMBER, RIGHT_ALIGNED, places_of, places_spec
 from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
-from sparse_attn.shared_kv.used import used_of, used_spec
 
 # P^T, dZ^T and partial rows of a chunk of queries stay below this
-CHUNK_BYTES = 1 << 30
+CHUNK_BYTES = 3 << 29
 # Entries a slot of the lists up to which the dense form is taken. Its products grow with the entries, its sums need no atomics.
 DENSE_LIMIT = 2
 # Programs a multiprocessor that the tiles of a range's keys are shared out to: keys of a window are seen by equally many queries, the first
@@ -65,13 +65,13 @@ def dq_spec(dtype: torch.dtype, N: int, D: int, compressed: int, dense: bool, np
     return Spec(
         attention_dq_kernel,
         types={
-            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "counts": "*i32", "out": x, "dout": x,
+            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "log_counts": "*fp32", "out": x, "dout": x,
             "lse": "*fp32", "dq": x, "delta_out": "*fp32", "p_out": x, "dz_out": x,
             **dict.fromkeys(("tasks", "row0", "rows", "K", "window_slots", "slots"), "i32"), "scale": "fp32",
         },
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "DENSE": dense, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
-            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu,
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "UNIT": UNIT, "ASCEND": npu,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -109,23 +109,17 @@ def range_spec(dtype: torch.dtype, N: int, D: int, column: int, listed: bool = F
 
 
 @cache
-def count_spec() -> Spec:
-    types = {"indices": "*i32", "places": "*i32", "counts": "*i32", **dict.fromkeys(("row0", "K", "entries"), "i32")}
-    return Spec(count_kernel, types=types, consts={"BK": INDEX_BLOCK}, targets=GPU)
-
-
-@cache
 def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool, npu: bool = False) -> Spec:
     x = f"*{TRITON_DTYPE[dtype]}"
     return Spec(
         selected_dkv_kernel,
         types={
             "q": x, "dout": x, "indices": "*i32", "places": "*i32", "used": "*i32", "p": x, "dz": x, "target": x if partial else "*fp32",
-            **dict.fromkeys(("tasks", "row0", "rows", "K", "first_slot", "slots"), "i32"),
+            **dict.fromkeys(("tasks", "row0", "rows", "K", "first_slot", "slots", "target_slots"), "i32"),
         },
         consts={
             "N": N, "D": D, "PARTIAL": partial, "NH": _padded_heads(N), "BN": 64, "BD": _channels(dtype, D), "BK": INDEX_BLOCK,
-            "ASCEND": npu,
+            "UNIT": UNIT, "ASCEND": npu,
         },
         num_warps=4,
         num_stages=3 if dtype != torch.float32 else 1,
@@ -160,21 +154,25 @@ def attention_bwd(
         dense = mode == SELECTED and not npu and entries <= DENSE_LIMIT * K
         slots = window_slots + (K if mode == SELECTED and not dense else entries)
         partial = (deterministic or npu) and mode == SELECTED and not dense
-        row_bytes = (2 * slots * N + (K * D if partial else 0)) * dtype.itemsize + (4 * entries if dense else 0)
+        row_bytes = (2 * slots * N + (K * D if partial else 0)) * dtype.itemsize + (8 * entries if dense else 0)
         chunk = _whole_waves(min(rows, max(1, CHUNK_BYTES // max(1, row_bytes))), q.device)
         p = torch.empty((chunk, slots, N), dtype=dtype, device=q.device)
         dz = torch.empty_like(p)
         part = torch.empty((chunk, K, D), dtype=dtype, device=q.device) if partial else None
-        used = used_of(indices, places) if mode == SELECTED and not npu else places
         first = dq_spec(dtype, N, D, mode, dense, npu)
         for row0 in range(0, rows, chunk):
             count = min(chunk, rows - row0)
-            counts = _counts(indices, places, row0, count, entries) if dense else places
+            lists, used, length, counts, log_counts = indices, places, K, places, lse
+            if mode == SELECTED and not npu:
+                lists, used = lists_of(indices, places, row0, count)
+                length = lists.shape[1] // UNIT
+            if dense:
+                counts, log_counts = single_lists(indices, places, lists, row0, entries)
             tasks = count * triton.cdiv(N, first.consts["BH"])
             grid = (grid_size(q.device, tasks, npu),)
             first.launch(
-                grid, q, ori_kv, cmp, indices, places, used, counts, out, dout, lse, dq, delta, p, dz, tasks, row0, count, K, window_slots,
-                slots, scale,
+                grid, q, ori_kv, cmp, lists, places, used, log_counts, out, dout, lse, dq, delta, p, dz, tasks, row0, count, length,
+                window_slots, slots, scale,
             )  # fmt: skip
             _add_range(q, dout, places, counts, p, dz, dori, row0, count, 0, 0, slots, False, npu)
             if mode == ALL or dense:
@@ -184,7 +182,7 @@ def attention_bwd(
                 tasks = count * triton.cdiv(D, spec.consts["BD"])
                 target = dcmp if part is None else part
                 grid = (grid_size(q.device, tasks, npu),)
-                spec.launch(grid, q, dout, indices, places, used, p, dz, target, tasks, row0, count, K, window_slots, slots)
+                spec.launch(grid, q, dout, lists, places, used, p, dz, target, tasks, row0, count, length, window_slots, slots, K)
                 if part is not None:
                     owner_sum(part, *owner_lists(indices, places, row0, count, K, dcmp.numel() // D), dcmp, npu)
         if sinks is not None:
@@ -196,14 +194,6 @@ def _whole_waves(queries: int, device: torch.device) -> int:
     """Whole waves of the grid, where there is more than one."""
     cores = device_properties(device).cube_cores
     return queries - queries % cores if queries > cores else queries
-
-
-def _counts(indices: torch.Tensor, places: torch.Tensor, row0: int, count: int, entries: int) -> torch.Tensor:
-    """[queries, entries] int32: how often a query's list names an entry that it sees."""
-    K = indices.shape[-1]
-    counts = torch.zeros((count, entries), dtype=torch.int32, device=indices.device)
-    count_spec().launch((count,), indices, places, counts, row0, K, entries)
-    return counts
 
 
 def _add_range(
@@ -247,7 +237,8 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
         yield range_spec(dtype, N, D, column, npu=True)
     for partial, npu in ((False, False), (True, False), (True, True)):
         yield selected_spec(dtype, N, D, partial, npu)
-    yield used_spec()
-    yield count_spec()
+    yield list_spec()
+    yield occurrence_spec()
+    yield single_spec()
     yield owner_spec(dtype, D)
     yield sink_gradient_spec(N)

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
+from kernel_runtime.kernels import dot
 from sparse_attn.shared_kv.core import (
     load_ranges,
     load_rows,
-    product,
     range_rows,
     selected_rows,
     store_rows,
@@ -17,7 +17,7 @@ from sparse_attn.shared_kv.core import (
 
 @triton.jit
 def gradient_tile(
-    keys, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row, times, h, on, scale,
+    keys, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row, log_count, h, on, scale,
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, DENSE: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -25,23 +25,23 @@ def gradient_tile(
     k0 = load_rows(keys, key_rows, seen, d, D, EVEN)
     if HALVES == 2:
         k1 = load_rows(keys, key_rows, seen, BD + d, D, EVEN)
-    s = product(q0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
+    s = dot(q0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
     if HALVES == 2:
-        s = product(q1, tl.trans(k1), s)
-    dp = product(do0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
+        s = dot(q1, tl.trans(k1), s)
+    dp = dot(do0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
     if HALVES == 2:
-        dp = product(do1, tl.trans(k1), dp)
-    p = tl.where(seen[None, :], tl.exp2(s * (scale * 1.4426950408889634) - lse2[:, None]), 0.0)
+        dp = dot(do1, tl.trans(k1), dp)
+    z = s * (scale * 1.4426950408889634) - lse2[:, None]
+    if DENSE:
+        z += log_count[None, :]  # the weight of an entry that is listed several times, all at once
+    p = tl.where(seen[None, :], tl.exp2(z), 0.0)
     dz = (p * (dp - delta[:, None]) * scale).to(k0.dtype)
-    acc0 = product(dz, k0, acc0)
+    acc0 = dot(dz, k0, acc0)
     if HALVES == 2:
-        acc1 = product(dz, k1, acc1)
+        acc1 = dot(dz, k1, acc1)
     # keys past the range or the list have no slot of their own: nothing may be written for them
     mask = seen[:, None] & on[None, :]
     offset = slot_row[:, None] * N + h[None, :]
-    if DENSE:
-        p = p * times[None, :]
-        dz = (dz.to(tl.float32) * times[None, :]).to(k0.dtype)
     tl.store(p_out + offset, tl.trans(p.to(k0.dtype)), mask=mask)
     tl.store(dz_out + offset, tl.trans(dz), mask=mask)
     return acc0, acc1
@@ -50,9 +50,9 @@ def gradient_tile(
 @triton.jit
 def dq_task(
     task,
-    q, ori_kv, cmp_kv, indices, places, used, counts, out, dout, lse, dq, delta_out, p_out, dz_out, row0, rows, K, window_slots, slots, scale,
+    q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out, row0, rows, K, window_slots, slots, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, DENSE: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = D == BD * HALVES
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
@@ -89,7 +89,7 @@ def dq_task(
         for key in range(begin, end, BN):
             key_rows, seen = range_rows(begin, key + n, end)
             acc0, acc1 = gradient_tile(
-                ori_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + (key - begin) + n, 1.0,
+                ori_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + (key - begin) + n, 0.0,
                 h, on, scale, N, D, BD, HALVES, EVEN, False, BH, BN,
             )  # fmt: skip
         slot_row += window_slots
@@ -100,7 +100,7 @@ def dq_task(
                 key_rows, seen = range_rows(begin, key + n, end)
                 acc0, acc1 = gradient_tile(
                     cmp_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + (key - begin) + n,
-                    1.0, h, on, scale, N, D, BD, HALVES, EVEN, False, BH, BN,
+                    0.0, h, on, scale, N, D, BD, HALVES, EVEN, False, BH, BN,
                 )  # fmt: skip
         if COMPRESSED == 2:
             begin = tl.load(places + row * 4 + 2)
@@ -109,28 +109,28 @@ def dq_task(
             for slot in range(0, walked, BN):
                 key_rows, seen = selected_rows(indices, row * K, slot + n, walked, begin, end)
                 acc0, acc1 = gradient_tile(
-                    cmp_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + slot + n, 1.0,
+                    cmp_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + slot + n, 0.0,
                     h, on, scale, N, D, BD, HALVES, EVEN, False, BH, BN,
                 )  # fmt: skip
     else:
-        ori_begin, ori_count, cmp_begin, cmp_count, walked = load_ranges(places, used, row, COMPRESSED)
+        ori_begin, ori_count, cmp_begin, walked = load_ranges(places, used, row, local, COMPRESSED)
         ori_tiles = (ori_count + BN - 1) // BN
+        first = local * K * UNIT
         for tile in range(0, ori_tiles + (walked + BN - 1) // BN):
             keys, key_rows, seen = tile_rows(
-                ori_kv, cmp_kv, indices, row * K, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, walked, COMPRESSED, BN
+                ori_kv, cmp_kv, indices, first, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, walked, COMPRESSED, BN
             )
             own = tile * BN + n
-            times = 1.0
+            log_count = 0.0
             if COMPRESSED != 0:
                 window = tile < ori_tiles
-                own = tl.where(window, own, window_slots - ori_tiles * BN + own)
-            if DENSE:
-                entry = key_rows.to(tl.int32) - cmp_begin
-                own = tl.where(window, own, window_slots + entry)
-                listed = seen & (window == 0)
-                times = tl.load(counts + local * (slots - window_slots) + tl.where(listed, entry, 0), mask=listed, other=1)
+                listed = own - ori_tiles * BN
+                if DENSE:
+                    log_count = tl.load(log_counts + first + listed, mask=window == 0, other=0.0)
+                    listed = tl.where(seen, key_rows.to(tl.int32) - cmp_begin, 0)
+                own = tl.where(window, own, window_slots + listed)
             acc0, acc1 = gradient_tile(
-                keys, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + own, times, h, on, scale,
+                keys, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + own, log_count, h, on, scale,
                 N, D, BD, HALVES, EVEN, DENSE, BH, BN,
             )  # fmt: skip
     store_rows(dq, heads, on, d, acc0, D, EVEN)
@@ -140,23 +140,23 @@ def dq_task(
 
 @triton.jit(do_not_specialize=["tasks", "row0", "rows", "K", "window_slots", "slots", "scale"])
 def attention_dq_kernel(
-    q, ori_kv, cmp_kv, indices, places, used, counts, out, dout, lse, dq, delta_out, p_out, dz_out,
+    q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out,
     tasks, row0, rows, K, window_slots, slots, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, DENSE: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
-    """Queries row0 to row0 + rows - 1. Slots of a query: window_slots for its window, then those of its compressed entries; with DENSE a
-    slot for every entry there is, which holds the sum over the places of the list that name it (counts [queries, entries])."""
+    """Queries row0 to row0 + rows - 1; indices and K as in the forward, but lists of these queries alone. Slots of a query: window_slots
+    for its window, then those of its compressed entries; with DENSE a slot for every entry there is, and lists that name each once."""
     if ASCEND:
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
             dq_task(
-                task, q, ori_kv, cmp_kv, indices, places, used, counts, out, dout, lse, dq, delta_out, p_out, dz_out,
-                row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, ASCEND,
+                task, q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out,
+                row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, UNIT, ASCEND,
             )  # fmt: skip
     else:
         dq_task(
-            tl.program_id(0), q, ori_kv, cmp_kv, indices, places, used, counts, out, dout, lse, dq, delta_out, p_out, dz_out,
-            row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, ASCEND,
+            tl.program_id(0), q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out,
+            row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, UNIT, ASCEND,
         )  # fmt: skip
 
 
@@ -220,31 +220,18 @@ def range_dkv_kernel(
             dz_tile = tl.load(dz + slot[:, None] * N + h[None, :], mask=mask, other=0.0)
             do_tile = load_rows(dout, heads, on, d, D, EVEN)
             q_tile = load_rows(q, heads, on, d, D, EVEN)
-            acc = product(p_tile, do_tile, acc)
-            acc = product(dz_tile, q_tile, acc)
+            acc = dot(p_tile, do_tile, acc)
+            acc = dot(dz_tile, q_tile, acc)
         store_rows(dkv, (split * keys + key).to(tl.int64), inside, d, acc, D, EVEN)
 
 
-@triton.jit(do_not_specialize=["row0", "K", "entries"])
-def count_kernel(indices, places, counts, row0, K, entries, BK: tl.constexpr):
-    """Adds to counts [queries, entries] i32 how often the lists of queries row0, ... name an entry that is visible."""
-    local = tl.program_id(0).to(tl.int64)
-    row = row0 + local
-    visible = tl.load(places + row * 4 + 3) - tl.load(places + row * 4 + 2)
-    for begin in range(0, K, BK):
-        slot = begin + tl.arange(0, BK)
-        entry = tl.load(indices + row * K + slot, mask=slot < K, other=-1)
-        seen = (entry >= 0) & (entry < visible)
-        tl.atomic_add(counts + local * entries + tl.where(seen, entry, 0), 1, mask=seen, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["tasks", "row0", "rows", "K", "first_slot", "slots"])
+@triton.jit(do_not_specialize=["tasks", "row0", "rows", "K", "first_slot", "slots", "target_slots"])
 def selected_dkv_kernel(
-    q, dout, indices, places, used, p, dz, target, tasks, row0, rows, K, first_slot, slots,
+    q, dout, indices, places, used, p, dz, target, tasks, row0, rows, K, first_slot, slots, target_slots,
     N: tl.constexpr, D: tl.constexpr, PARTIAL: tl.constexpr, NH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
-    ASCEND: tl.constexpr,
+    UNIT: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
-    """One query and BD channels. PARTIAL: target [queries, K, D] gets a row for every slot that counts; else target [entries, D] fp32 is
+    """One query and BD channels. PARTIAL: target [queries, target_slots, D] gets a row for every slot that counts; else target [entries, D] fp32 is
     added to."""
     SLICES: tl.constexpr = (D + BD - 1) // BD
     EVEN: tl.constexpr = D % BD == 0
@@ -263,16 +250,21 @@ def selected_dkv_kernel(
         if ASCEND:
             walked = used_slots_ascend(indices, row * K, K, end - begin, BK)
         else:
-            walked = tl.load(used + row)
+            walked = tl.load(used + local)
         for slot0 in range(0, walked, BN):
             slot = slot0 + n
-            key_rows, seen = selected_rows(indices, row * K, slot, walked, begin, end)
+            if ASCEND:
+                key_rows, seen = selected_rows(indices, row * K, slot, walked, begin, end)
+            else:
+                key_rows = tl.load(indices + local * K * UNIT + slot)
+                seen = key_rows >= 0
+                key_rows = tl.where(seen, key_rows, 0).to(tl.int64)
             offset = (local * slots + first_slot + slot)[:, None] * N + h[None, :]
             mask = seen[:, None] & on[None, :]
-            v = product(tl.load(p + offset, mask=mask, other=0.0), do_tile, tl.zeros([BN, BD], tl.float32))
-            v = product(tl.load(dz + offset, mask=mask, other=0.0), q_tile, v)
+            v = dot(tl.load(p + offset, mask=mask, other=0.0), do_tile, tl.zeros([BN, BD], tl.float32))
+            v = dot(tl.load(dz + offset, mask=mask, other=0.0), q_tile, v)
             if PARTIAL:
-                store_rows(target, local * K + slot, seen, d, v, D, EVEN)
+                store_rows(target, local * target_slots + slot, seen, d, v, D, EVEN)
             else:
                 mask = seen[:, None] if EVEN else seen[:, None] & (d < D)[None, :]
                 tl.atomic_add(target + key_rows[:, None] * D + d[None, :], v, mask=mask, sem="relaxed")

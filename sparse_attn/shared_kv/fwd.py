@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 
 from kernel_runtime.device import grid_size, on_npu
+from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.core import load_ranges, load_rows, product, range_rows, selected_rows, store_rows, tile_rows, used_slots_ascend
+from sparse_attn.shared_kv.core import load_ranges, load_rows, range_rows, selected_rows, store_rows, tile_rows, used_slots_ascend
+from sparse_attn.shared_kv.lists import UNIT, lists_of
 from sparse_attn.shared_kv.places import places_of
-from sparse_attn.shared_kv.used import used_of
 
 INDEX_BLOCK = 512
 
@@ -36,10 +37,10 @@ def attend(
     """One tile of the online softmax. scale2 is the scale times log2(e): weights are powers of two."""
     d = tl.arange(0, BD)
     k0 = load_rows(keys, rows, seen, d, D, EVEN)
-    s = product(q0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
+    s = dot(q0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
     if HALVES == 2:
         k1 = load_rows(keys, rows, seen, BD + d, D, EVEN)
-        s = product(q1, tl.trans(k1), s)
+        s = dot(q1, tl.trans(k1), s)
     s = tl.where(seen[None, :], s * scale2, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
     base = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet: -inf - -inf would be NaN
@@ -47,9 +48,9 @@ def attend(
     alpha = tl.exp2(m - base)
     l = l * alpha + tl.sum(p, 1)
     p = p.to(k0.dtype)
-    acc0 = product(p, k0, acc0 * alpha[:, None])
+    acc0 = dot(p, k0, acc0 * alpha[:, None])
     if HALVES == 2:
-        acc1 = product(p, k1, acc1 * alpha[:, None])
+        acc1 = dot(p, k1, acc1 * alpha[:, None])
     return new, l, acc0, acc1
 
 
@@ -57,7 +58,7 @@ def attend(
 def forward_task(
     task, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = D == BD * HALVES
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
@@ -103,11 +104,12 @@ def forward_task(
                 key_rows, seen = selected_rows(indices, row * K, slot + n, slots, begin, end)
                 m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
     else:
-        ori_begin, ori_count, cmp_begin, cmp_count, slots = load_ranges(places, used, row, COMPRESSED)
+        ori_begin, ori_count, cmp_begin, slots = load_ranges(places, used, row, row, COMPRESSED)
         ori_tiles = (ori_count + BN - 1) // BN
+        first = row * K * UNIT
         for tile in range(0, ori_tiles + (slots + BN - 1) // BN):
             keys, key_rows, seen = tile_rows(
-                ori_kv, cmp_kv, indices, row * K, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED, BN
+                ori_kv, cmp_kv, indices, first, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, slots, COMPRESSED, BN
             )
             m, l, acc0, acc1 = attend(keys, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
 
@@ -128,19 +130,20 @@ def forward_task(
 def attention_fwd_kernel(
     q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, tasks, rows, K, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
+    """indices and K: on Ascend the lists as they were given and their length; elsewhere those of lists.py, K units long."""
     scale2 = scale * 1.4426950408889634
     if ASCEND:
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
             forward_task(
                 task, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
-                N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND,
+                N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, UNIT, ASCEND,
             )  # fmt: skip
     else:
         forward_task(
             tl.program_id(0), q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
-            N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND,
+            N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, UNIT, ASCEND,
         )  # fmt: skip
 
 
@@ -166,9 +169,9 @@ def slot_probs_kernel(
             h = block + tl.arange(0, BH)
             on = h < N
             heads = row * N + h
-            s = product(load_rows(q, heads, on, d, D, EVEN), k0, tl.zeros([BH, BN], tl.float32))
+            s = dot(load_rows(q, heads, on, d, D, EVEN), k0, tl.zeros([BH, BN], tl.float32))
             if HALVES == 2:
-                s = product(load_rows(q, heads, on, BD + d, D, EVEN), k1, s)
+                s = dot(load_rows(q, heads, on, BD + d, D, EVEN), k1, s)
             z = s * scale - tl.load(lse + heads, mask=on, other=float("inf"))[:, None]
             total += tl.sum(tl.where(seen[None, :], tl.exp2(z * 1.4426950408889634), 0.0), 0)
         tl.store(probs + row * K + slot, total / N, mask=slot < K)
@@ -227,7 +230,7 @@ def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: boo
         types=types,
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
-            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu,
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "UNIT": UNIT, "ASCEND": npu,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -271,8 +274,11 @@ def attention_fwd(
     spec = forward_spec(q.dtype, N, D, mode, sinks is not None, npu)
     tasks = rows * triton.cdiv(N, spec.consts["BH"])
     sink = lse if sinks is None else sinks.contiguous()
-    used = used_of(indices, places) if mode == SELECTED and not npu else places
-    spec.launch((grid_size(q.device, tasks, npu),), q, ori_kv, cmp_kv, indices, sink, places, used, out, lse, tasks, rows, K, scale)
+    lists, used, length = indices, places, K
+    if mode == SELECTED and not npu:
+        lists, used = lists_of(indices, places, 0, rows)
+        length = lists.shape[1] // UNIT
+    spec.launch((grid_size(q.device, tasks, npu),), q, ori_kv, cmp_kv, lists, sink, places, used, out, lse, tasks, rows, length, scale)
     if return_cmp_probs and mode == NONE:
         probs.zero_()  # there is no entry that a slot could hold
     elif return_cmp_probs:
