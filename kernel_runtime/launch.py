@@ -33,7 +33,8 @@ class Spec:
     targets backends this kernel is for ("cuda", "hip", "ascend"); a kernel with no Ascend form has a twin that has one. "cuda" kernels
             that use nothing of NVIDIA's alone are compiled for AMD as well, see `portable`.
     tokens  tokens that one pass of the loops without constant trip count handles (a part of one where a pass is a tile of a token: BD / D);
-            0 = not stated. For the traffic estimate.
+            0 = not stated. Where loops differ, argument -> tokens of a pass of the loop that touches it, see kernel_runtime.ascend.hivm.
+            For the traffic estimate.
     minimal_bytes  bytes a token that the kernel must move between global memory and the chip, weights apart; 0 = not stated.
     arch    the one NVIDIA architecture (90 for sm_90) that the kernel is for, None if it is for all.
     """
@@ -46,7 +47,7 @@ class Spec:
     hot: bool = False
     targets: tuple[str, ...] = ("cuda", "ascend")
     options: Mapping[str, Any] = field(default_factory=dict)
-    tokens: float = 0
+    tokens: float | Mapping[str, float] = 0
     minimal_bytes: float = 0.0
     arch: int | None = None
 

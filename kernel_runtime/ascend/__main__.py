@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_runtime.ascend.compile import Result, compile_to_hivm
+from kernel_runtime.ascend.hivm import per_token
 from kernel_runtime.registry import PRESETS, import_ops, registered_specs, shape_of
 
 TARGETS = ("Ascend910B3", "Ascend910_9382")
@@ -58,7 +59,7 @@ class Row:
     scalar_loads: int = 0
     vector: int = 0
     cube: int = 0
-    tokens: float = 0
+    a_token: dict[str, float] = field(default_factory=dict)  # see hivm.per_token
     minimal_bytes: float = 0.0
 
     @property
@@ -125,8 +126,9 @@ def run_entry(job: tuple[str, int, list[str], dict[str, Path], float, str]) -> d
 
 def fill(row: Row, result: Result, spec: Any) -> None:
     row.stage, row.error, row.seconds, row.core = result.stage, result.error, result.seconds, result.core
-    row.tokens, row.minimal_bytes = spec.tokens, spec.minimal_bytes
+    row.minimal_bytes = spec.minimal_bytes
     if (report := result.report) is not None:
+        row.a_token = per_token(report, spec.tokens)
         row.planned = report.planned
         row.loads, row.stores, row.workspace = dict(report.loads), dict(report.stores), report.workspace
         for name in ("scalar_loops", "short_scalar_loops", "narrow_loops", "dma", "scalar_loads", "vector", "cube"):
@@ -177,22 +179,29 @@ def table(rows: list[Row]) -> str:
 def traffic(rows: list[Row], target: str) -> str:
     """Markdown table of the static estimate, for one target and the newest compiler."""
     newest = max((row.compiler for row in rows), default="")
-    lines = ["| kernel | models | bytes a token | minimum | ratio | through workspace | vector | cube | DMA | scalar loads |",
-             "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| kernel | bytes a token | minimum | ratio | through workspace | vector | cube | DMA | scalar loads |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    kernels = [row for row in rows if row.target == target and row.compiler == newest]
+
+    def form(row: Row) -> str:
+        """Constants that tell specialisations of one kernel apart"""
+        others = [other.consts for other in kernels if other.kernel == row.kernel]
+        differing = [name for name, value in row.consts.items() if any(consts.get(name) != value for consts in others)]
+        return f" {', '.join(f'{name} {row.consts[name]}' for name in differing)}" if differing else ""
+
     for row in rows:
         if row.target != target or row.compiler != newest or row.error:
             continue
-        tokens = row.tokens or 1
         moved = sum(row.loads.values()) + sum(row.stores.values()) + row.workspace
-        a_token = f"{moved / tokens:,.0f}" if row.tokens else f"{moved:,} a pass"
-        minimum = f"{row.minimal_bytes:,.0f}" if row.minimal_bytes else "not stated"
+        told = row.a_token or {n: getattr(row, n) for n in ("workspace", "vector", "cube", "dma", "scalar_loads")}
+        a_token = f"{row.a_token['bytes']:,.0f}" if row.a_token else f"{moved:,} a pass"
+        minimum = f"{row.minimal_bytes:,.0f}" if row.minimal_bytes else "-"
         ratio = "-"
-        if row.tokens and row.minimal_bytes:
-            times = moved / tokens / row.minimal_bytes
+        if row.a_token and row.minimal_bytes:
+            times = row.a_token["bytes"] / row.minimal_bytes
             ratio = f"{times:.2f}" if times > 0.99 else f"{times:.2f}: the registry's tokens or minimum is wrong"
-        counts = " | ".join(f"{getattr(row, n) / tokens:,.1f}" for n in ("vector", "cube", "dma", "scalar_loads"))
-        through = f"{row.workspace / tokens:,.0f}"
-        lines.append(f"| `{row.kernel}` | {', '.join(row.models)} | {a_token} | {minimum} | {ratio} | {through} | {counts} |")
+        counts = " | ".join(f"{told[n]:,.1f}" for n in ("vector", "cube", "dma", "scalar_loads"))
+        lines.append(f"| `{row.kernel}`{form(row)} | {a_token} | {minimum} | {ratio} | {told['workspace']:,.0f} | {counts} |")
     return "\n".join(lines)
 
 

@@ -5,14 +5,14 @@ dialect that becomes one, on memrefs whose address space says where they live: g
 ca / cb / cc (L0A / L0B / L0C).
 
 The estimate counts one pass of every loop whose trip count is not constant (the loops over tokens or groups), so it is the work of one
-such pass; a tile with a masked tail counts whole.
+such pass; a tile with a masked tail counts whole. `Report.groups` keeps the passes of different loops apart.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 SPACES = {"ub": "UB", "cbuf": "L1", "ca": "L0A", "cb": "L0B", "cc": "L0C"}
@@ -69,6 +69,7 @@ class Block:
     kind: str
     trips: int | None = 1
     likely: bool = True
+    one_core: bool = False  # guarded: the second vector core beside a matrix core does not take part
     calls: list[Call] = field(default_factory=list)
     scalar_accesses: list[MemRef] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
@@ -82,28 +83,58 @@ class Block:
 
 
 @dataclass
-class Report:
-    """What the HIVM of one kernel says. Memory in bytes; the counts belong to one pass of the loops with unknown trip count."""
+class Group:
+    """One pass of a loop whose trip count is no constant, without such loops in it; or what no such loop holds, once a program."""
 
-    planned: dict[str, int]
-    limits: dict[str, int]
-    # loops that touch single elements of UB or global memory, and neither issue a wide vector, cube or DMA call nor hold a loop that does
-    scalar_loops: int
-    short_scalar_loops: int  # such loops of at most SHORT_ITERATIONS iterations a pass, not counted above
-    narrow_loops: int  # loops of calls on less than one vector register: correct, and slow if they run often
-    loads: Counter[str]  # bytes from global memory by kernel argument
-    stores: Counter[str]  # bytes to global memory by kernel argument
-    workspace: int  # bytes between cube and vector cores through global memory
-    dma: int
-    scalar_loads: int
-    vector: int
-    cube: int
-    externals: set[str]
-    inline_asm: bool
+    loads: Counter[str] = field(default_factory=Counter)
+    stores: Counter[str] = field(default_factory=Counter)
+    workspace: int = 0
+    dma: int = 0
+    scalar_loads: int = 0
+    vector: int = 0
+    cube: int = 0
+
+    @property
+    def arguments(self) -> set[str]:
+        return set(self.loads) | set(self.stores)
 
     @property
     def global_bytes(self) -> int:
         return sum(self.loads.values()) + sum(self.stores.values()) + self.workspace
+
+
+@dataclass
+class Report(Group):
+    """What the HIVM of one kernel says. Memory in bytes; the counts belong to one pass of the loops with unknown trip count."""
+
+    planned: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
+    # loops that touch single elements of UB or global memory, and neither issue a wide vector, cube or DMA call nor hold a loop that does
+    scalar_loops: int = 0
+    short_scalar_loops: int = 0  # such loops of at most SHORT_ITERATIONS iterations a pass, not counted above
+    narrow_loops: int = 0  # loops of calls on less than one vector register: correct, and slow if they run often
+    externals: set[str] = field(default_factory=set)
+    inline_asm: bool = False
+    groups: list[Group] = field(default_factory=list)  # the first is what no loop holds; they add up to the counts above
+
+
+def per_token(report: Report, tokens: float | Mapping[str, float]) -> dict[str, float]:
+    """Traffic and instructions a token: "bytes", "workspace", "dma", "scalar_loads", "vector", "cube"; empty where nothing is stated.
+
+    tokens is what a Spec states: tokens of a pass of everything, or argument -> tokens of a pass of the loop that touches it, the first in
+    this order where a loop touches several. A loop that touches none of them is left out: weights and what is made of them.
+    """
+    if not isinstance(tokens, Mapping):
+        parts: list[tuple[Group, float]] = [(report, tokens)] if tokens else []
+    else:
+        found = ((group, next((n for name, n in tokens.items() if name in group.arguments), 0.0)) for group in report.groups)
+        parts = [(group, n) for group, n in found if n]
+    if not parts:
+        return {}
+    total = {"bytes": sum(group.global_bytes / n for group, n in parts)}
+    for name in ("workspace", "dma", "scalar_loads", "vector", "cube"):
+        total[name] = sum(getattr(group, name) / n for group, n in parts)
+    return total
 
 
 def _memref(text: str) -> MemRef | None:
@@ -138,6 +169,8 @@ class _Reader:
         self.values: dict[str, MemRef] = {}
         self.planned: Counter[str] = Counter()
         self.stack: list[tuple[int, Block]] = []
+        self.guards: list[int] = [0]  # a function: guards by the number of the vector core, and questions for it
+        self.asked: list[int] = [0]
 
     def line(self, text: str) -> None:
         indent = len(text) - len(text.lstrip())
@@ -148,6 +181,9 @@ class _Reader:
                 block.trips = block.trips or int(unroll[1])
             if "hivm.unlikely_condition" in body:
                 block.likely = False
+            if "limit_sub_block_id0" in body:
+                block.one_core = True
+                self.guards[-1] += 1
             if not body.endswith("{"):
                 return
             self._open(indent, Block("else"))
@@ -168,6 +204,8 @@ class _Reader:
         self.constants, self.values = {}, {}
         if "HOST" not in body:
             self.functions.append(block)
+            self.guards.append(0)
+            self.asked.append(0)
         for name, text in re.findall(r"(%arg\d+): (memref<(?:[^<>]|<[^<>]*>)*>)", body):
             if (made := _memref(text)) is not None:
                 made.base = name
@@ -176,6 +214,7 @@ class _Reader:
 
     def _operation(self, indent: int, body: str) -> None:
         result = _RESULT.match(body)
+        self.asked[-1] += "get_sub_block_idx" in body
         if result and body.endswith("{"):  # results of a loop or a branch: what it yields
             yielded = [_memref(t) for t in _TYPE.findall(body.partition(" -> (")[2].rpartition(")")[0])]
             for i, m in enumerate(yielded):
@@ -236,18 +275,35 @@ def read(text: str, argument_names: list[str]) -> Report:
         if line.strip():
             reader.line(line)
     report = Report(
-        planned={SPACES[s]: n for s, n in reader.planned.items() if s in SPACES}, limits=_limits(text),
-        scalar_loops=0, short_scalar_loops=0, narrow_loops=0,
-        loads=Counter(), stores=Counter(), workspace=0, dma=0, scalar_loads=0, vector=0, cube=0,
+        planned={SPACES[s]: n for s, n in reader.planned.items() if s in SPACES}, limits=_limits(text), groups=[Group()],
         externals=set(re.findall(r"func\.func private @(\w+)\(", text)), inline_asm="llvm.inline_asm" in text,
     )  # fmt: skip
-    for function in reader.functions:
-        for block, times in function.walk():
-            _add(report, block, times, argument_names)
+    for function, guards, asked in zip(reader.functions, reader.guards[1:], reader.asked[1:]):
+        # a function that asks for its number other than for a guard works on half of each tile, and the other vector core on the other half
+        _visit(report, function, 1, 2 if asked > guards else 1, report.groups[0], argument_names)
+    for group in report.groups:
+        for name in ("loads", "stores"):
+            getattr(report, name).update(getattr(group, name))
+        for name in ("workspace", "dma", "scalar_loads", "vector", "cube"):
+            setattr(report, name, getattr(report, name) + getattr(group, name))
     return report
 
 
-def _add(report: Report, block: Block, times: int, names: list[str]) -> None:
+def _visit(report: Report, block: Block, times: int, cores: int, group: Group, names: list[str]) -> None:
+    times *= block.trips or 1
+    if block.one_core:
+        cores = 1
+    if block.trips is None:
+        group = Group()
+        report.groups.append(group)
+    _count_loops(report, block, times)
+    _count(group, block, times * cores, names)
+    for inner in block.blocks:
+        if inner.likely:
+            _visit(report, inner, times, cores, group, names)
+
+
+def _count_loops(report: Report, block: Block, times: int) -> None:
     # the calls of loops and branches within count: one that reads a row's range and then loops over it in tiles is no scalar loop
     wide = any(call.bytes >= WIDE_BYTES for inner, _ in block.walk() for call in inner.calls)
     if block.kind in ("for", "while"):
@@ -258,23 +314,26 @@ def _add(report: Report, block: Block, times: int, names: list[str]) -> None:
                 report.scalar_loops += 1
         elif block.calls and not wide and not block.blocks:
             report.narrow_loops += 1
-    report.scalar_loads += times * sum(m.space == "gm" for m in block.scalar_accesses)
+
+
+def _count(group: Group, block: Block, times: int, names: list[str]) -> None:
+    group.scalar_loads += times * sum(m.space == "gm" for m in block.scalar_accesses)
     for call in block.calls:
         if call.moves_global:
-            report.dma += times
+            group.dma += times
             chip = max(o.bytes for o in call.operands if o.space != "gm")
             outside = [o for o in call.operands if o.space == "gm"]
             moved = int(times * min(chip, max(o.bytes for o in outside) or chip))
             argument = int(outside[0].base[4:] or 0) if outside[0].base else -1
             if argument == FIRST_KERNEL_ARGUMENT - 1:
-                report.workspace += moved
+                group.workspace += moved
                 continue
             index = argument - FIRST_KERNEL_ARGUMENT
             name = names[index] if 0 <= index < len(names) else "?"
             # a library call takes its source before its destination
             first = next(o for o in call.operands if o.space)
-            (report.loads if first.space == "gm" else report.stores)[name] += moved
+            (group.loads if first.space == "gm" else group.stores)[name] += moved
         elif call.name.startswith("mma"):
-            report.cube += times
+            group.cube += times
         else:
-            report.vector += times
+            group.vector += times
