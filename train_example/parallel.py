@@ -96,8 +96,8 @@ def init_parallel(device: torch.device, ep: int, timeout_s: float, own_ep_group:
         own_ep_group: False leaves the ep axis whatever group the mesh has for it, which may be FSDP's.
     """
     backend, timeout = BACKENDS[device.type], datetime.timedelta(seconds=timeout_s)
-    # else NCCL's watchdog waits a minute behind each timeout for a dump that has no use without a debugger's settings
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    # behind a timeout NCCL's watchdog waits four times this before it ends the process, a minute by default
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     if not dist.is_initialized():
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
