@@ -65,7 +65,11 @@ def expand_split_spec(dtype: torch.dtype, n: int, d: int, pre_mix: bool, npu: bo
         "N": n, "D": d, "M": m, "C": part_width(m), "COLLAPSE": pre_mix, "SPLIT": split, "BD": block_d(n, npu), "BK": SPLIT_BLOCK,
         "LOOP": npu,
     }  # fmt: skip
-    return Spec(expand_split_kernel, types=types, consts=consts, num_warps=2, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
+    minimal = (2 * n + 1 + pre_mix) * d * dtype.itemsize + 4 * (n + n * n + pre_mix * n)
+    return Spec(
+        expand_split_kernel, types=types, consts=consts, num_warps=2, hot=True, targets=("ascend",) if npu else ("cuda", "hip"),
+        tokens={"x": min(consts["BD"], d) / d}, minimal_bytes=minimal,
+    )  # fmt: skip
 
 
 @lru_cache(PLANS)

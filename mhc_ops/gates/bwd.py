@@ -79,6 +79,8 @@ def backward_spec(n: int, iters: int, convention: str, npu: bool = False) -> Spe
         num_warps=1,
         hot=True,
         targets=("ascend",) if npu else ("cuda", "hip"),
+        tokens=block_tokens(n),
+        minimal_bytes=4 * 3 * mix_columns(n),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernel_runtime.launch import Spec
 from mhc_ops.gates.core import comb_mask, gates_block, load_block, token_mask
+from mhc_ops.library import mix_columns
 from mhc_ops.project.core import cdiv
 
 # [8, 4, 4] on one warp, as in sinkhorn/fwd.py
@@ -43,6 +44,8 @@ def forward_spec(n: int, iters: int, convention: str) -> Spec:
         consts={"N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "PAPER": convention == "paper", "BT": BLOCK_TOKENS},
         num_warps=1,
         hot=True,
+        tokens=BLOCK_TOKENS,
+        minimal_bytes=4 * 2 * mix_columns(n),
     )
 
 

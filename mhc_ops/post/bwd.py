@@ -104,7 +104,11 @@ def post_bwd_spec(dtype: torch.dtype, n: int, d: int, npu: bool = False) -> Spec
     types |= {"dpost": "*fp32", "dcomb": "*fp32"}
     if npu:
         consts = {"N": n, "D": d, **ascend.tile(n)}
-        return Spec(ascend.post_bwd_ascend_kernel, types={**types, "T": "i32"}, consts=consts, hot=True, targets=("ascend",))
+        minimal = (3 * n + 2) * d * dtype.itemsize + 4 * 2 * (n + n * n)
+        return Spec(
+            ascend.post_bwd_ascend_kernel, types={**types, "T": "i32"}, consts=consts, hot=True, targets=("ascend",), tokens=1,
+            minimal_bytes=minimal,
+        )  # fmt: skip
     sizes, warps = tile(dtype, n, d)
     return Spec(post_bwd_kernel, types=types, consts={"N": n, "D": d, **sizes}, num_warps=warps, hot=True, targets=("cuda", "hip"))
 

@@ -34,7 +34,10 @@ def post_spec(dtype: torch.dtype, n: int, d: int, npu: bool = False) -> Spec:
     stream = f"*{TRITON_DTYPE[dtype]}"
     types = {"f": stream, "x": stream, "post": "*fp32", "comb": "*fp32", "out": stream, "T": "i32"}
     consts = {"N": n, "D": d, "BD": block_d(n, npu), "LOOP": npu}
-    return Spec(post_fwd_kernel, types=types, consts=consts, num_warps=2, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
+    return Spec(
+        post_fwd_kernel, types=types, consts=consts, num_warps=2, hot=True, targets=("ascend",) if npu else ("cuda", "hip"),
+        tokens=min(consts["BD"], d) / d, minimal_bytes=(2 * n + 1) * d * dtype.itemsize + 4 * (n + n * n),
+    )  # fmt: skip
 
 
 def post_fwd(f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:

@@ -206,7 +206,12 @@ def dx_dfn_spec(dtype: torch.dtype, n: int, d: int, m: int, scales: int, add: bo
         "STAGES": 2 if npu or mode == "exact" else 3,
     }  # fmt: skip
     options = {"multibuffer": False} if npu else {}  # cube and vector results meet in this kernel
-    return Spec(dx_dfn_kernel, types=types, consts=consts, hot=True, targets=("ascend",) if npu else ("cuda", "hip"), options=options)
+    tokens = {"x": block_tokens * min(block_columns, d) / (n * d), "dz": consts["GATE_BT"]}
+    minimal = ((2 + add) * n * d + dy * d) * dtype.itemsize + 4 * (m + consts["CRMS"] + (m + scales if scales else 0) + (n if dy else 0))
+    return Spec(
+        dx_dfn_kernel, types=types, consts=consts, hot=True, targets=("ascend",) if npu else ("cuda", "hip"), options=options,
+        tokens=tokens, minimal_bytes=minimal,
+    )  # fmt: skip
 
 
 @cache
@@ -219,7 +224,8 @@ def reduce_spec(m: int, k: int, scales: int) -> Spec:
 @cache
 def dp_spec(m: int, k: int) -> Spec:
     types = {**dict.fromkeys(("dmixes", "mixes", "rstd", "dp"), "*fp32"), "pieces": "*bf16", "crms": "*fp32", "T": "i32"}
-    return Spec(dp_kernel, types=types, consts={"K": k, "M": m, "L": gate_width(m, 0), "BT": DP_TOKENS}, num_warps=2, hot=True)
+    consts = {"K": k, "M": m, "L": gate_width(m, 0), "BT": DP_TOKENS}
+    return Spec(dp_kernel, types=types, consts=consts, num_warps=2, hot=True, tokens=DP_TOKENS, minimal_bytes=4 * (4 * m + 2))
 
 
 def reduce_tiles(m: int, k: int, scales: int) -> int:

@@ -9,9 +9,9 @@ the length of one piece of K: it is kept at 4096 or less. The sum of squares is 
 fp16 and fp32 streams: products in full fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -145,6 +145,11 @@ def part_width(m: int) -> int:
     return padded(m + 1)
 
 
+def few_pieces(k: int) -> int:
+    """Pieces of K where tokens are many; for the traffic estimate"""
+    return cdiv(k, PIECE_LENGTH)
+
+
 def split_tiles(m: int, k: int) -> int:
     return part_width(m) * cdiv(k, SPLIT_BLOCK)
 
@@ -163,15 +168,24 @@ def project_spec(dtype: torch.dtype, m: int, k: int, npu: bool = False) -> Spec:
         # 3 stages of 32 KB (two programs on an H200 multiprocessor) where fn has up to 32 columns
         consts = {"K": k, "M": m, "C": c, "BT": BLOCK_TOKENS, "BK": 128 if c <= 32 else 64, "STAGES": 3, "ASCEND": npu}
         targets = ("ascend",) if npu else ("cuda", "hip")
-        return Spec(project_kernel, types={"x": "*bf16", "pieces": "*bf16", **runtime}, consts=consts, hot=True, targets=targets)
+        types = {"x": "*bf16", "pieces": "*bf16", **runtime}
+        return Spec(project_kernel, types=types, consts=consts, hot=True, targets=targets, **_traffic(dtype, m, k, consts))
     consts = {"K": k, "M": m, "C": c, "BT": 32, "BK": 32}
-    return Spec(project_exact_kernel, types={"x": f"*{TRITON_DTYPE[dtype]}", "fn": "*fp32", **runtime}, consts=consts, num_stages=2, hot=True)
+    types = {"x": f"*{TRITON_DTYPE[dtype]}", "fn": "*fp32", **runtime}
+    return Spec(project_exact_kernel, types=types, consts=consts, num_stages=2, hot=True, **_traffic(dtype, m, k, consts))
+
+
+def _traffic(dtype: torch.dtype, m: int, k: int, consts: Mapping[str, int]) -> dict[str, Any]:
+    block = consts["BT"]
+    return {"tokens": {"x": block * min(consts["BK"], k) / k, "part": block / few_pieces(k)}, "minimal_bytes": k * dtype.itemsize + 4 * (m + 1)}
 
 
 @cache
 def finish_spec(m: int, k: int) -> Spec:
     types = {"part": "*fp32", "mixes": "*fp32", "rstd": "*fp32", "T": "i32", "split": "i32", "norm_eps": "fp32"}
-    return Spec(finish_kernel, types=types, consts={"K": k, "M": m, "C": part_width(m), "BT": FINISH_TOKENS}, num_warps=2, hot=True)
+    consts = {"K": k, "M": m, "C": part_width(m), "BT": FINISH_TOKENS}
+    tokens = {"mixes": FINISH_TOKENS, "part": FINISH_TOKENS / few_pieces(k)}
+    return Spec(finish_kernel, types=types, consts=consts, num_warps=2, hot=True, tokens=tokens, minimal_bytes=4 * 2 * (m + 1))
 
 
 @cache

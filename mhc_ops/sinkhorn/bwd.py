@@ -49,6 +49,8 @@ def backward_spec(dtype: torch.dtype, n: int, iters: int, convention: str, npu: 
         num_warps=1,
         hot=True,
         targets=("ascend",) if npu else ("cuda", "hip"),
+        tokens=block_tokens(n, npu),
+        minimal_bytes=n * n * (2 * dtype.itemsize + 4),
     )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ def forward_spec(dtype: torch.dtype, n: int, iters: int, convention: str) -> Spe
         consts={"N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "PAPER": convention == "paper", "BT": BLOCK_TOKENS},
         num_warps=1,
         hot=True,
+        tokens=BLOCK_TOKENS,
+        minimal_bytes=n * n * (dtype.itemsize + 4),
     )
 
 
