@@ -15,7 +15,7 @@ import triton.language as tl
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.post.core import expand_program
-from mhc_ops.project.core import cdiv, load_streams, load_weights, row_grid, weighted_streams
+from mhc_ops.project.core import cdiv, collapse_tile, load_weights, row_grid
 
 BLOCK_D = 1024
 STREAM_DTYPE = {name: dtype for dtype, name in TRITON_DTYPE.items()}
@@ -26,12 +26,8 @@ def pre_bmm_program(p, pre, x, y, N: tl.constexpr, D: tl.constexpr, BD: tl.const
     """y[d] = sum_n pre[n] * x[n, d] for BD columns of one token"""
     blocks: tl.constexpr = (D + BD - 1) // BD
     t = (p // blocks).to(tl.int64)
-    d = (p % blocks) * BD + tl.arange(0, BD)
-    on = d < D
-    x0, x1, x2, x3, x4, x5, x6, x7 = load_streams(x + t * (N * D) + d, on, N, D)
     w0, w1, w2, w3, w4, w5, w6, w7 = load_weights(pre + t * N, 1, N)
-    v = weighted_streams(x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7, N)
-    tl.store(y + t * D + d, v.to(y.dtype.element_ty), mask=on)
+    collapse_tile(x, y, w0, w1, w2, w3, w4, w5, w6, w7, t, (p % blocks) * BD + tl.arange(0, BD), N, D)
 
 
 @triton.jit(do_not_specialize=["T"])

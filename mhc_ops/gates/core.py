@@ -71,6 +71,13 @@ def gate_pre(z, eps, PAPER: tl.constexpr):
 
 
 @triton.jit
+def gate_bwd(g, z):
+    """Gradient of the logits z of sigmoid(z) + eps, for the gradient g of its value"""
+    v = sigmoid(z)
+    return g * v * (1.0 - v)
+
+
+@triton.jit
 def gates_block(m_pre, m_post, m_comb, live, scale, base, eps, N: tl.constexpr, P: tl.constexpr, ITERS: tl.constexpr, PAPER: tl.constexpr):
     """pre [BT, P], post [BT, P], comb [BT, P, P] of a block of mixes"""
     b_pre, b_post, b_comb = load_base(base, N, P)
@@ -91,10 +98,8 @@ def gates_block_bwd(
     d(scale) = sum over tokens of z * mixes, group by group.
     """
     b_pre, b_post, b_comb = load_base(base, N, P)
-    v = sigmoid(m_pre * tl.load(scale) + b_pre[None, :])
-    z_pre = dpre * v * (1.0 - v)
-    v = sigmoid(m_post * tl.load(scale + 1) + b_post[None, :])
-    z_post = 2.0 * dpost * v * (1.0 - v)
+    z_pre = gate_bwd(dpre, m_pre * tl.load(scale) + b_pre[None, :])
+    z_post = gate_bwd(2.0 * dpost, m_post * tl.load(scale + 1) + b_post[None, :])
     logits = m_comb * tl.load(scale + 2) + b_comb[None, :, :]
     return z_pre, z_post, sinkhorn_block_bwd(logits, dcomb, comb_mask(live, N, P), eps, ITERS, H, PAPER, BT, P)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.gates.core import gate_pre
-from mhc_ops.pre.core import collapse_tile, token_mixes
+from mhc_ops.pre.core import collapse_with, token_mixes
 from mhc_ops.pre.fwd import BLOCK_D
 from mhc_ops.project.core import cdiv, row_grid
 from mhc_ops.project.fwd import STREAM_DTYPE, max_split, part_width, partial_specs, project_partials, project_plan
@@ -29,7 +29,7 @@ def _head_program(
     tl.store(mixes + t.to(tl.int64) * N + i, a, mask=(i < N) & first)
     tl.store(rstd + t, r, mask=first)
     w = gate_pre(a * tl.load(scale) + tl.load(base + i, mask=i < N, other=0.0), hc_eps, False)
-    collapse_tile(x, h, w, t, (p % blocks) * BD + tl.arange(0, BD), N, P, D)
+    collapse_with(x, h, w, t, (p % blocks) * BD + tl.arange(0, BD), N, P, D)
 
 
 @triton.jit(do_not_specialize=["T", "split", "norm_eps", "hc_eps"])
@@ -53,7 +53,10 @@ def head_spec(dtype: torch.dtype, n: int, d: int, npu: bool = False) -> Spec:
     types = {"x": stream, "part": "*fp32", "scale": "*fp32", "base": "*fp32", "h": stream, "mixes": "*fp32", "rstd": "*fp32"}
     types |= {"T": "i32", "split": "i32", "norm_eps": "fp32", "hc_eps": "fp32"}
     consts = {"N": n, "P": triton.next_power_of_2(n), "D": d, "C": part_width(n), "SP": max_split(n * d), "BD": BLOCK_D, "LOOP": npu}
-    return Spec(head_fwd_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
+    return Spec(
+        head_fwd_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"),
+        tokens=min(BLOCK_D, d) / d, minimal_bytes=(n + 1) * d * dtype.itemsize + 4 * 2 * (n + 1),
+    )  # fmt: skip
 
 
 def head_fwd(x, fn, scale, base, hc_eps, norm_eps):

@@ -13,12 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_runtime.kernels import sigmoid
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from kernel_runtime.workspace import Layout
 from mhc_ops.gates.bwd import block_tokens
-from mhc_ops.gates.core import comb_mask, gate_pre, gates_block_bwd, load_block, token_mask
+from mhc_ops.gates.core import comb_mask, gate_bwd, gate_pre, gates_block_bwd, load_block, token_mask
 from mhc_ops.library import mix_columns
 from mhc_ops.pre.fwd import forward_specs
 from mhc_ops.project.bwd import DxPlan, crms_rows, dp_sizes, dx_dfn, dx_dfn_spec, dx_plan, gate_width, reduce, reduce_spec
@@ -88,8 +87,7 @@ def token_bwd_program(
     z = a * scale0 + tl.load(base + i, mask=mi, other=0.0)
     if not PRE_MIX:
         tl.store(pre + t64 * N + i, gate_pre(z, hc_eps, PAPER), mask=mi)
-    v = sigmoid(z)
-    h = total * v * (1.0 - v)
+    h = gate_bwd(total, z)
     tl.store(dz + t64 * L + i, h, mask=mi)
     part = tl.sum(tl.where(mi, h * a, 0.0), 0)
     tl.store(dz + t64 * L + M, part)
@@ -147,7 +145,12 @@ def gates_dpre_spec(
         "ITERS": iters, "H": history(iters, convention, npu, alone=False), "PAPER": convention == "paper", "HAS_DPRE": has_dpre, "PRE_MIX": pre_mix,
         "BT": block_tokens(n), "R": 128 if npu else 32, "W": 8 if dtype != torch.float32 else 4, "STAGES": 1 if npu else 3, "LOOP": npu,
     }  # fmt: skip
-    return Spec(gates_dpre_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
+    # the mixes and r, gradients of the coefficients; dz, dp and its pieces, crms, pre or its gradient; streams and dy
+    minimal = 4 * (m + 1 + has_dpre * n + (n + n * n if m != n else 0) + (m + scales) + 2 * m + consts["CRMS"] + n)
+    return Spec(
+        gates_dpre_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"),
+        tokens={"x": 1, "mixes": consts["BT"]}, minimal_bytes=minimal + (n + 1) * d * dtype.itemsize,
+    )  # fmt: skip
 
 
 class SitePlan(NamedTuple):

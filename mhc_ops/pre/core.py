@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from mhc_ops.gates.core import comb_mask, gates_block, load_block, store_block, token_mask
-from mhc_ops.project.core import load_streams, pick_weights, weighted_streams
+from mhc_ops.project.core import collapse_tile, pick_weights
 
 
 @triton.jit
@@ -63,9 +63,7 @@ def token_mixes(t, part, T, split, norm_eps, N: tl.constexpr, P: tl.constexpr, K
 
 
 @triton.jit
-def collapse_tile(x, y, w, t, d, N: tl.constexpr, P: tl.constexpr, D: tl.constexpr):
-    """y[d] = sum_n w[n] * x[n, d] of token t for the columns d; w is a vector [P]"""
-    x0, x1, x2, x3, x4, x5, x6, x7 = load_streams(x + t.to(tl.int64) * (N * D) + d, d < D, N, D)
+def collapse_with(x, y, w, t, d, N: tl.constexpr, P: tl.constexpr, D: tl.constexpr):
+    """collapse_tile with weights from a vector [P]"""
     w0, w1, w2, w3, w4, w5, w6, w7 = pick_weights(w, N, P)
-    v = weighted_streams(x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7, N)
-    tl.store(y + t.to(tl.int64) * D + d, v.to(y.dtype.element_ty), mask=d < D)
+    collapse_tile(x, y, w0, w1, w2, w3, w4, w5, w6, w7, t.to(tl.int64), d, N, D)

@@ -18,9 +18,9 @@ from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.gates.core import gate_pre
 from mhc_ops.library import mix_columns
-from mhc_ops.pre.core import collapse_tile, site_program, token_mixes
+from mhc_ops.pre.core import collapse_with, site_program, token_mixes
 from mhc_ops.project.core import PLANS, cdiv, row_grid
-from mhc_ops.project.fwd import STREAM_DTYPE, max_split, part_width, partial_specs, project_partials, project_plan
+from mhc_ops.project.fwd import STREAM_DTYPE, few_pieces, max_split, part_width, partial_specs, project_partials, project_plan
 
 BLOCK_TOKENS = 8
 BLOCK_D = 512
@@ -41,7 +41,7 @@ def _collapse_program(
         w, _ = token_mixes(t, part, T, split, norm_eps, N, P, N * D, M, C, SP)
         w = gate_pre(w * tl.load(scale) + tl.load(base + i, mask=i < N, other=0.0), hc_eps, PAPER)
         tl.store(pre + t.to(tl.int64) * N + i, w, mask=(i < N) & (p % blocks == 0))
-    collapse_tile(x, y, w, t, (p % blocks) * BD + tl.arange(0, BD), N, P, D)
+    collapse_with(x, y, w, t, (p % blocks) * BD + tl.arange(0, BD), N, P, D)
 
 
 @triton.jit(do_not_specialize=["T", "site_programs", "split", "norm_eps", "hc_eps"])
@@ -90,7 +90,13 @@ def gates_collapse_spec(
         "N": n, "P": triton.next_power_of_2(n), "D": d, "M": m, "C": part_width(m), "SP": max_split(n * d), "ITERS": iters,
         "PAPER": convention == "paper", "PRE_MIX": pre_mix, "COLLAPSE": collapse, "BT": BLOCK_TOKENS, "BD": BLOCK_D, "LOOP": npu,
     }  # fmt: skip
-    return Spec(gates_collapse_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"))
+    # a row of part; pre, post, comb, the mixes and r; streams and y, and the weights where they come from outside
+    minimal = 4 * ((m + 1) + (2 * n + n * n + m + 1)) + ((n + 1) * d * dtype.itemsize + 4 * n * pre_mix if collapse else 0)
+    tokens = {"x": min(BLOCK_D, d) / d, "mixes": BLOCK_TOKENS, "part": BLOCK_TOKENS / few_pieces(n * d)}
+    return Spec(
+        gates_collapse_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"),
+        tokens=tokens, minimal_bytes=minimal,
+    )  # fmt: skip
 
 
 class Gates(NamedTuple):

@@ -6,6 +6,8 @@ The arithmetic is that of mhc_ops/bmm/bwd.py, which has the launchers and the fo
 import triton
 import triton.language as tl
 
+from mhc_ops.post.ascend import expand_bwd_token
+
 
 def block_d(op: str, p: int) -> int:
     """Columns of a tile: the unified buffer holds 192 KB, and "res" keeps P accumulators [P, BD]."""
@@ -47,64 +49,12 @@ def post_bmm_bwd_ascend_kernel(dout, post, f, dpost, df, T, N: tl.constexpr, D: 
         tl.store(dpost + t * N + k, tl.sum(acc, 1), mask=k < N)
 
 
-@triton.jit
-def _res_row(g, acc, comb, x, dx, on, j, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    i = tl.arange(0, P)
-    weight = tl.load(comb + j * N + i, mask=i < N, other=0.0)[:, None]
-    tl.store(dx + j * D, tl.sum(g * weight, 0).to(dx.dtype.element_ty), mask=on)
-    return acc + g * tl.load(x + j * D, mask=on, other=0.0).to(tl.float32)[None, :]
-
-
 @triton.jit(do_not_specialize=["T"])
 def res_bmm_bwd_ascend_kernel(dout, comb, x, dcomb, dx, T, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr):
     pid = tl.program_id(0)
-    i = tl.arange(0, P)
     for s in range(0, tl.cdiv(T - pid, tl.num_programs(0))):
         t = (pid + s * tl.num_programs(0)).to(tl.int64)
-        row = t * (N * D)
-        weights = comb + t * (N * N)
-        a0 = tl.zeros((P, BD), tl.float32)
-        a1 = a0
-        a2 = a0
-        a3 = a0
-        a4 = a0
-        a5 = a0
-        a6 = a0
-        a7 = a0
-        for d0 in range(0, D, BD):
-            d = d0 + tl.arange(0, BD)
-            on = d < D
-            at = dout + row + i[:, None] * D + d[None, :]
-            g = tl.load(at, mask=(i < N)[:, None] & on[None, :], other=0.0).to(tl.float32)
-            a0 = _res_row(g, a0, weights, x + row + d, dx + row + d, on, 0, N, D, P)
-            a1 = _res_row(g, a1, weights, x + row + d, dx + row + d, on, 1, N, D, P)
-            if N > 2:
-                a2 = _res_row(g, a2, weights, x + row + d, dx + row + d, on, 2, N, D, P)
-            if N > 3:
-                a3 = _res_row(g, a3, weights, x + row + d, dx + row + d, on, 3, N, D, P)
-            if N > 4:
-                a4 = _res_row(g, a4, weights, x + row + d, dx + row + d, on, 4, N, D, P)
-            if N > 5:
-                a5 = _res_row(g, a5, weights, x + row + d, dx + row + d, on, 5, N, D, P)
-            if N > 6:
-                a6 = _res_row(g, a6, weights, x + row + d, dx + row + d, on, 6, N, D, P)
-            if N > 7:
-                a7 = _res_row(g, a7, weights, x + row + d, dx + row + d, on, 7, N, D, P)
-        out = dcomb + t * (N * N) + i
-        tl.store(out, tl.sum(a0, 1), mask=i < N)
-        tl.store(out + N, tl.sum(a1, 1), mask=i < N)
-        if N > 2:
-            tl.store(out + 2 * N, tl.sum(a2, 1), mask=i < N)
-        if N > 3:
-            tl.store(out + 3 * N, tl.sum(a3, 1), mask=i < N)
-        if N > 4:
-            tl.store(out + 4 * N, tl.sum(a4, 1), mask=i < N)
-        if N > 5:
-            tl.store(out + 5 * N, tl.sum(a5, 1), mask=i < N)
-        if N > 6:
-            tl.store(out + 6 * N, tl.sum(a6, 1), mask=i < N)
-        if N > 7:
-            tl.store(out + 7 * N, tl.sum(a7, 1), mask=i < N)
+        expand_bwd_token(t, dout, x, x, comb, comb, dx, dx, dcomb, dcomb, N, D, P, BD, False)
 
 
 KERNELS = {"pre": pre_bmm_bwd_ascend_kernel, "post": post_bmm_bwd_ascend_kernel, "res": res_bmm_bwd_ascend_kernel}
