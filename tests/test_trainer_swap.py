@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.trainer_util import gathered, parameters, run_config, sharded, tokens
 from train_example import checkpoint, train
 from train_example.optim import make_optimizer
 from train_example.step import train_step
-from train_example.swap_optimizer import ALIGN, SwapAdamW
+from train_example.swap_optimizer import ALIGN, SwapAdamW, pinned_zeros
 
 SHAPES = [(3,), (1,), (37, 11), (64, 64), (5000, 3), (7,), (0,), (2, 1024)]
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -65,6 +66,44 @@ def test_same_bits(fused, bucket):
     assert swap.resident_bytes()["device"] <= 3 * bucket
     if bucket == 8 * ALIGN:
         assert len(swap.buckets) == padded // ALIGN + 1, "one for the empty group; parameters are cut where a slot ends"
+
+
+def test_pinned_memory_is_whole_pages_of_its_own(monkeypatch):
+    """cudaHostRegister takes pages, and two allocations on one page could not both be locked; they are let go with their last view."""
+    calls: list[tuple[str, int, int]] = []
+
+    class Runtime:
+        status = 0
+
+        def cudaHostRegister(self, pointer: int, count: int, flags: int) -> int:
+            calls.append(("lock", pointer, count))
+            return self.status
+
+        def cudaHostUnregister(self, pointer: int) -> None:
+            calls.append(("free", pointer, 0))
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait", 0, 0)))
+    device = torch.device("cuda", 0)
+    held = [pinned_zeros(2, count, device) for count in (1024, 1000, 5, 0)]
+    assert [tuple(tensor.shape) for tensor in held] == [(2, 1024), (2, 1000), (2, 5), (2, 0)]
+    assert all(tensor.dtype == torch.float32 and not tensor.any() for tensor in held)
+    assert [call[0] for call in calls] == ["lock"] * 3
+    for tensor, (_, pointer, count) in zip(held, calls):
+        assert pointer % mmap.PAGESIZE == count % mmap.PAGESIZE == 0
+        assert pointer <= tensor.data_ptr()
+        assert tensor.data_ptr() + tensor.nbytes <= pointer + count
+    pointers = [pointer for _, pointer, _ in calls]
+    view = held[0][1, :7]
+    held.clear()
+    del tensor
+    assert [call[1] for call in calls if call[0] == "free"] == pointers[1:]
+    del view
+    assert calls[-2:] == [("wait", 0, 0), ("free", pointers[0], 0)]
+    runtime.status = 2
+    with pytest.raises(RuntimeError, match=r"the host cannot lock 0\.0 GiB of memory for the optimizer \(cudaHostRegister: error 2\)"):
+        pinned_zeros(2, 10, device)
 
 
 def test_filled_in_place_it_goes_on():

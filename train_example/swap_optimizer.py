@@ -11,6 +11,7 @@ result is bit-equal to the resident optimizer. `step` does not wait for the last
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -58,16 +59,18 @@ def pinned_zeros(rows: int, count: int, device: torch.device) -> Tensor:
         return torch.zeros(rows, count)
     if device.type != "cuda":
         return torch.zeros(rows, count, pin_memory=True)
-    # pin_memory would round every allocation up to a power of two
-    out = torch.zeros(rows, count)
-    if out.numel() == 0:
-        return out
-    status = torch.cuda.cudart().cudaHostRegister(out.data_ptr(), out.nbytes, 0)
+    # pin_memory would round every allocation up to a power of two. Whole pages: no other allocation shares one of them
+    wanted, page = rows * count * 4, mmap.PAGESIZE
+    memory = torch.zeros(-(-wanted // page) * page + page, dtype=torch.uint8)
+    pages = memory[-memory.data_ptr() % page :][: -(-wanted // page) * page]
+    if pages.numel() == 0:
+        return torch.zeros(rows, count)
+    status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)
     if int(status) != 0:
-        raise RuntimeError(f"the host cannot lock {out.nbytes / 2**30:.1f} GiB of memory for the optimizer (cudaHostRegister: error {int(status)})")
-    release = weakref.finalize(out.untyped_storage(), _unpin, out.data_ptr(), device)
+        raise RuntimeError(f"the host cannot lock {wanted / 2**30:.1f} GiB of memory for the optimizer (cudaHostRegister: error {int(status)})")
+    release = weakref.finalize(memory.untyped_storage(), _unpin, pages.data_ptr(), device)
     release.atexit = False  # the process takes its memory with it
-    return out
+    return pages[:wanted].view(torch.float32).view(rows, count)
 
 
 def _unpin(pointer: int, device: torch.device) -> None:
