@@ -38,6 +38,24 @@ def triton_installed() -> bool:
     return _TRITON_INSTALLED
 
 
+def no_kernel_reason(tensor: torch.Tensor, no_kernel: str | None = None) -> str | None:
+    """Why no Triton kernel can run on `tensor`, None if one can; `no_kernel` is the op's own reason, None if a kernel covers the case."""
+    if no_kernel is not None:
+        return no_kernel
+    if tensor.dtype == torch.float64:
+        return "kernels take bf16, fp16 and fp32; fp64 is for checks with the eager form"
+    if tensor.device.type not in KERNEL_DEVICES and not (tensor.device.type == "cpu" and interpreting()):
+        return f"the tensors are on {tensor.device}; kernels run on {' and '.join(KERNEL_DEVICES)}, or on CPU under TRITON_INTERPRET=1"
+    if not triton_installed():
+        return "triton is not installed; install the extra 'cuda' or 'ascend'"
+    return None
+
+
+def cannot_run(op: str, impl: str, reason: str) -> ValueError:
+    """What an implementation that was asked for by name and cannot run raises."""
+    return ValueError(f"{op}: impl={impl!r} cannot run here: {reason}")
+
+
 def select_impl(op: str, impl: str, tensor: torch.Tensor, *, no_kernel: str | None = None) -> str:
     """The implementation that the registered op runs: "triton" or "eager". See the module's docstring for the rule.
 
@@ -45,17 +63,11 @@ def select_impl(op: str, impl: str, tensor: torch.Tensor, *, no_kernel: str | No
     ValueError if `impl` is unknown, or is "triton" and the kernel cannot run.
     """
     check_choice(op, "impl", impl, IMPLS)
-    reason = no_kernel
-    if reason is None and tensor.dtype == torch.float64:
-        reason = "kernels take bf16, fp16 and fp32; fp64 is for checks with the eager form"
-    if reason is None and tensor.device.type not in KERNEL_DEVICES and not (tensor.device.type == "cpu" and interpreting()):
-        reason = f"the tensors are on {tensor.device}; kernels run on {' and '.join(KERNEL_DEVICES)}, or on CPU under TRITON_INTERPRET=1"
-    if reason is None and not triton_installed():
-        reason = "triton is not installed; install the extra 'cuda' or 'ascend'"
+    reason = no_kernel_reason(tensor, no_kernel)
     if reason is None:
         return "triton" if impl != "eager" else "eager"
     if impl == "triton":
-        raise ValueError(f"{op}: impl='triton' cannot run here: {reason}")
+        raise cannot_run(op, impl, reason)
     return "eager"
 
 

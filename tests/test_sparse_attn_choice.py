@@ -54,8 +54,9 @@ def forward_and_backward(inputs, **more):
     [
         ("auto", None, HOPPER),
         ("auto", "the device is sm_80, not sm_90", PORTABLE),
-        ("triton", None, PORTABLE),
+        ("triton", None, HOPPER),
         ("triton", "the device is sm_80, not sm_90", PORTABLE),
+        ("portable", None, PORTABLE),
         ("hopper", None, HOPPER),
     ],
 )
@@ -73,7 +74,8 @@ def test_a_shape_without_portable_kernel_is_eager_unless_named(device):
     inputs = attention_inputs(AttentionCase("", "swa", N=2, D=24, B=1, S=5))
     sparse_attn_shared_kv(**inputs)
     assert not run
-    for impl, message in (("triton", "multiples of 16 up to 512"), ("hopper", "D = 24, wanted one of 128, 256, 512")):
+    short = "multiples of 16 up to 512"
+    for impl, message in (("triton", short), ("portable", short), ("hopper", "D = 24, wanted one of 128, 256, 512")):
         with pytest.raises(ValueError, match=f"sparse_attn_shared_kv: impl='{impl}' cannot run here: .*{message}"):
             sparse_attn_shared_kv(**inputs, impl=impl)
 
@@ -124,7 +126,8 @@ def launched(monkeypatch):
     [
         ("auto", 128, torch.bfloat16, True),
         ("hopper", 128, torch.float16, True),
-        ("triton", 128, torch.bfloat16, False),
+        ("triton", 128, torch.bfloat16, True),
+        ("portable", 128, torch.bfloat16, False),
         ("auto", 64, torch.bfloat16, False),
         ("auto", 128, torch.float32, False),
     ],

@@ -50,7 +50,7 @@ def check(case, device, dtype, seed=1, change=None, **more):
         inputs = change(inputs)
     want = run(reference, inputs, torch.float64)
     same = run(reference, inputs, dtype)
-    got = run(sparse_attn_shared_kv, inputs, dtype, impl="triton", **more)
+    got = run(sparse_attn_shared_kv, inputs, dtype, impl="portable", **more)
     assert got.keys() == want.keys()
     for name, w in want.items():
         assert got[name].shape == w.shape and got[name].dtype == same[name].dtype, name
@@ -180,11 +180,11 @@ def test_empty(kernel_device, monkeypatch, mode, empty):
 def test_strides(kernel_device):
     case = AttentionCase("", "scfa", S=6, S2=12, cmp_ratio=2)
     inputs = attention_inputs(case, seed=2, device=kernel_device)
-    want = run(sparse_attn_shared_kv, inputs, torch.float32, impl="triton", deterministic=True)
+    want = run(sparse_attn_shared_kv, inputs, torch.float32, impl="portable", deterministic=True)
     for name in ("q", "ori_kv", "cmp_kv", "cmp_indices"):
         variants = strided_variants(inputs[name]) if name != "cmp_indices" else [inputs[name].transpose(0, 2).contiguous().transpose(0, 2)]
         for variant in variants:
-            got = run(sparse_attn_shared_kv, {**inputs, name: variant}, torch.float32, impl="triton", deterministic=True)
+            got = run(sparse_attn_shared_kv, {**inputs, name: variant}, torch.float32, impl="portable", deterministic=True)
             assert all(torch.equal(got[key], want[key]) for key in want), name
 
 
@@ -199,8 +199,8 @@ def test_rows_that_do_not_count_are_never_read(kernel_device, take):
     dirty[:, :3] = torch.nan
     for form in ("atomic", "rows", "dense"):
         options = take(form)
-        got = run(sparse_attn_shared_kv, {**inputs, "cmp_kv": dirty}, torch.float32, impl="triton", **options)
-        want = run(sparse_attn_shared_kv, inputs, torch.float32, impl="triton", **options)
+        got = run(sparse_attn_shared_kv, {**inputs, "cmp_kv": dirty}, torch.float32, impl="portable", **options)
+        want = run(sparse_attn_shared_kv, inputs, torch.float32, impl="portable", **options)
         assert all(torch.equal(got[key], want[key]) for key in want)
         assert (got["dcmp_kv"][:, :3] == 0).all() and (got["dcmp_kv"][:, 3] != 0).any()
 
@@ -212,7 +212,7 @@ def test_deterministic_is_bit_equal(kernel_device, take, form):
     case = AttentionCase("", "scfa", B=1, S=300 if gpu else 12, N=20 if gpu else 3, cmp_ratio=2, K=70 if gpu else 9)
     dtype = torch.bfloat16 if gpu else torch.float32
     inputs = attention_inputs(case, seed=4, dtype=dtype, device=kernel_device)
-    first, *others = (run(sparse_attn_shared_kv, inputs, dtype, impl="triton", **options) for _ in range(10 if gpu else 2))
+    first, *others = (run(sparse_attn_shared_kv, inputs, dtype, impl="portable", **options) for _ in range(10 if gpu else 2))
     assert all(torch.equal(first[key], other[key]) for other in others for key in first)
 
 
@@ -227,7 +227,7 @@ def test_deterministic_follows_torch(kernel_device, monkeypatch, take):
         used.clear()
         torch.use_deterministic_algorithms(switch)
         try:
-            run(sparse_attn_shared_kv, inputs, torch.float32, impl="triton", deterministic=explicit)
+            run(sparse_attn_shared_kv, inputs, torch.float32, impl="portable", deterministic=explicit)
         finally:
             torch.use_deterministic_algorithms(False)
         assert len(used) == expected
@@ -238,5 +238,6 @@ def test_auto_takes_eager_where_no_kernel_exists(kernel_device, D):
     inputs = attention_inputs(AttentionCase("", "scfa", B=1, S=5, D=D, cmp_ratio=2), device=kernel_device)
     got, want = sparse_attn_shared_kv(**inputs), sparse_attn_shared_kv(**inputs, impl="eager")
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=rf"cannot run here: q has D = {D} channels; kernels take multiples of 16 up to 512"):
-        sparse_attn_shared_kv(**inputs, impl="triton")
+    for impl in ("triton", "portable"):
+        with pytest.raises(ValueError, match=rf"impl='{impl}' cannot run here: q has D = {D} channels; kernels take multiples of 16 up to 512"):
+            sparse_attn_shared_kv(**inputs, impl=impl)

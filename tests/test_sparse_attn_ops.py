@@ -377,7 +377,7 @@ ATTENTION_ERRORS = {
     "cmp cuts alone": ({"cu_seqlens_cmp": torch.tensor([0, 3], dtype=i32)}, ValueError, r"cu_seqlens_cmp without cu_seqlens_q"),
     "deterministic": ({"deterministic": 1}, TypeError, r"deterministic must be True or False, got int"),
     "return_lse": ({"return_lse": None}, TypeError, r"return_lse must be True or False, got NoneType"),
-    "impl": ({"impl": "cuda"}, ValueError, r"impl must be one of 'auto', 'triton', 'eager', 'hopper', got 'cuda'"),
+    "impl": ({"impl": "cuda"}, ValueError, r"impl must be one of 'auto', 'triton', 'eager', 'portable', 'hopper', got 'cuda'"),
 }  # fmt: skip
 PACK_ERRORS = {
     "rank": ({"q": torch.zeros(1, 25, 3, 16)}, ValueError, r"q has shape .* wanted \[T, N, D\]"),

@@ -9,10 +9,8 @@ from kernel_runtime import apply_function, check_dtype, check_int, check_same, c
 from kernel_runtime.checks import COEFFICIENTS, FLOATS, check_number, check_offset
 from reference import sparse_attn as reference
 from sparse_attn.library import MAX_HEADS, check_coefficients, check_cu_seqlens, check_flag
-from sparse_attn.shared_kv.choice import select
+from sparse_attn.shared_kv.choice import OP, select
 from sparse_attn.shared_kv.op import SharedKV
-
-OP = "sparse_attn_shared_kv"
 
 
 def sparse_attn_shared_kv(
@@ -54,9 +52,9 @@ def sparse_attn_shared_kv(
                     end of the original keys.
     deterministic   bit-equal gradients from run to run, without float atomics. None follows torch.are_deterministic_algorithms_enabled();
                     the eager form always follows that.
-    impl            "auto", "triton", "hopper" or "eager". "triton" are the portable kernels, which take D in multiples of 16 up to 512,
-                    "hopper" those for sm_90 (bf16 and fp16, D of 128, 256 or 512); both raise a ValueError where they cannot run. "auto"
-                    takes the sm_90 kernels where they can run, else the portable ones, else the reference: sparse_attn/shared_kv/choice.py.
+    impl            "auto", "triton" or "eager", see kernel_runtime.impl; the device chooses between portable kernels (D in multiples of 16 up
+                    to 512) and those for sm_90 (bf16 and fp16, D of 128, 256 or 512). "portable" and "hopper" take one of them by name, or
+                    raise a ValueError: sparse_attn/shared_kv/choice.py.
 
     Returns out, shaped and typed as q; with return_lse then lse [B, S, N] or [T, N], the log-sum-exp of all logits and the sink; with
     return_cmp_probs (cmp_indices needed) then cmp_probs [B, S, K] or [T, K], the mean over heads of the probability in each slot. Both are

@@ -39,10 +39,11 @@ from sparse_attn.shared_kv.fwd import (
     mode_of,
     probs_spec,
 )
-from sparse_attn.shared_kv.lists import UNIT, list_spec, lists_of, occurrence_spec, single_lists, single_spec
+from sparse_attn.shared_kv.lists import occurrence_spec, single_lists, single_spec
 from sparse_attn.shared_kv.owner import owner_lists, owner_spec, owner_sum
 from sparse_attn.shared_kv.places import NUMBER, RIGHT_ALIGNED, places_of, places_spec
 from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
+from sparse_attn.shared_kv.used import used_of, used_spec
 
 # P^T, dZ^T and partial rows of a chunk of queries stay below this
 CHUNK_BYTES = 3 << 29
@@ -71,7 +72,7 @@ def dq_spec(dtype: torch.dtype, N: int, D: int, compressed: int, dense: bool, np
         },
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "DENSE": dense, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
-            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "UNIT": UNIT, "ASCEND": npu,
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -115,11 +116,11 @@ def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool, npu: bool =
         selected_dkv_kernel,
         types={
             "q": x, "dout": x, "indices": "*i32", "places": "*i32", "used": "*i32", "p": x, "dz": x, "target": x if partial else "*fp32",
-            **dict.fromkeys(("tasks", "row0", "rows", "K", "first_slot", "slots", "target_slots"), "i32"),
+            **dict.fromkeys(("tasks", "row0", "rows", "K", "first_slot", "slots"), "i32"),
         },
         consts={
             "N": N, "D": D, "PARTIAL": partial, "NH": _padded_heads(N), "BN": 64, "BD": _channels(dtype, D), "BK": INDEX_BLOCK,
-            "UNIT": UNIT, "ASCEND": npu,
+            "ASCEND": npu,
         },
         num_warps=4,
         num_stages=3 if dtype != torch.float32 else 1,
@@ -154,25 +155,22 @@ def attention_bwd(
         dense = mode == SELECTED and not npu and entries <= DENSE_LIMIT * K
         slots = window_slots + (K if mode == SELECTED and not dense else entries)
         partial = (deterministic or npu) and mode == SELECTED and not dense
-        row_bytes = (2 * slots * N + (K * D if partial else 0)) * dtype.itemsize + (8 * entries if dense else 0)
-        chunk = _whole_waves(min(rows, max(1, CHUNK_BYTES // max(1, row_bytes))), q.device)
+        row_bytes = (2 * slots * N + (K * D if partial else 0)) * dtype.itemsize + 8 * (entries + K) * dense
+        chunk = max(1, CHUNK_BYTES // max(1, row_bytes))
+        chunk = rows if chunk >= rows else _whole_waves(chunk, q.device)
         p = torch.empty((chunk, slots, N), dtype=dtype, device=q.device)
         dz = torch.empty_like(p)
         part = torch.empty((chunk, K, D), dtype=dtype, device=q.device) if partial else None
+        used = used_of(indices, places) if mode == SELECTED and not npu else places
         first = dq_spec(dtype, N, D, mode, dense, npu)
         for row0 in range(0, rows, chunk):
             count = min(chunk, rows - row0)
-            lists, used, length, counts, log_counts = indices, places, K, places, lse
-            if mode == SELECTED and not npu:
-                lists, used = lists_of(indices, places, row0, count)
-                length = lists.shape[1] // UNIT
-            if dense:
-                counts, log_counts = single_lists(indices, places, lists, row0, entries)
+            lists, counts, log_counts = single_lists(indices, places, row0, count, entries) if dense else (indices, places, lse)
             tasks = count * triton.cdiv(N, first.consts["BH"])
             grid = (grid_size(q.device, tasks, npu),)
             first.launch(
-                grid, q, ori_kv, cmp, lists, places, used, log_counts, out, dout, lse, dq, delta, p, dz, tasks, row0, count, length,
-                window_slots, slots, scale,
+                grid, q, ori_kv, cmp, lists, places, used, log_counts, out, dout, lse, dq, delta, p, dz, tasks, row0, count, K, window_slots,
+                slots, scale,
             )  # fmt: skip
             _add_range(q, dout, places, counts, p, dz, dori, row0, count, 0, 0, slots, False, npu)
             if mode == ALL or dense:
@@ -182,7 +180,7 @@ def attention_bwd(
                 tasks = count * triton.cdiv(D, spec.consts["BD"])
                 target = dcmp if part is None else part
                 grid = (grid_size(q.device, tasks, npu),)
-                spec.launch(grid, q, dout, lists, places, used, p, dz, target, tasks, row0, count, length, window_slots, slots, K)
+                spec.launch(grid, q, dout, indices, places, used, p, dz, target, tasks, row0, count, K, window_slots, slots)
                 if part is not None:
                     owner_sum(part, *owner_lists(indices, places, row0, count, K, dcmp.numel() // D), dcmp, npu)
         if sinks is not None:
@@ -237,7 +235,7 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
         yield range_spec(dtype, N, D, column, npu=True)
     for partial, npu in ((False, False), (True, False), (True, True)):
         yield selected_spec(dtype, N, D, partial, npu)
-    yield list_spec()
+    yield used_spec()
     yield occurrence_spec()
     yield single_spec()
     yield owner_spec(dtype, D)

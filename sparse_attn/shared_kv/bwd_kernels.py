@@ -52,7 +52,7 @@ def dq_task(
     task,
     q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out, row0, rows, K, window_slots, slots, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, DENSE: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = D == BD * HALVES
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
@@ -113,12 +113,12 @@ def dq_task(
                     h, on, scale, N, D, BD, HALVES, EVEN, False, BH, BN,
                 )  # fmt: skip
     else:
-        ori_begin, ori_count, cmp_begin, walked = load_ranges(places, used, row, local, COMPRESSED)
+        ori_begin, ori_count, cmp_begin, cmp_count, walked = load_ranges(places, used, row, COMPRESSED)
         ori_tiles = (ori_count + BN - 1) // BN
-        first = local * K * UNIT
+        first = (local if DENSE else row) * K
         for tile in range(0, ori_tiles + (walked + BN - 1) // BN):
             keys, key_rows, seen = tile_rows(
-                ori_kv, cmp_kv, indices, first, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, walked, COMPRESSED, BN
+                ori_kv, cmp_kv, indices, first, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, walked, COMPRESSED, BN
             )
             own = tile * BN + n
             log_count = 0.0
@@ -126,7 +126,7 @@ def dq_task(
                 window = tile < ori_tiles
                 listed = own - ori_tiles * BN
                 if DENSE:
-                    log_count = tl.load(log_counts + first + listed, mask=window == 0, other=0.0)
+                    log_count = tl.load(log_counts + first + listed, mask=(listed < walked) & (window == 0), other=0.0)
                     listed = tl.where(seen, key_rows.to(tl.int32) - cmp_begin, 0)
                 own = tl.where(window, own, window_slots + listed)
             acc0, acc1 = gradient_tile(
@@ -143,20 +143,20 @@ def attention_dq_kernel(
     q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out,
     tasks, row0, rows, K, window_slots, slots, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, DENSE: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
-    """Queries row0 to row0 + rows - 1; indices and K as in the forward, but lists of these queries alone. Slots of a query: window_slots
-    for its window, then those of its compressed entries; with DENSE a slot for every entry there is, and lists that name each once."""
+    """Queries row0 to row0 + rows - 1. Slots of a query: window_slots for its window, then those of its compressed entries; with DENSE a
+    slot for every entry there is, and lists of these queries alone that name each entry once (lists.py)."""
     if ASCEND:
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
             dq_task(
                 task, q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out,
-                row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, UNIT, ASCEND,
+                row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, ASCEND,
             )  # fmt: skip
     else:
         dq_task(
             tl.program_id(0), q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out,
-            row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, UNIT, ASCEND,
+            row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, ASCEND,
         )  # fmt: skip
 
 
@@ -225,13 +225,13 @@ def range_dkv_kernel(
         store_rows(dkv, (split * keys + key).to(tl.int64), inside, d, acc, D, EVEN)
 
 
-@triton.jit(do_not_specialize=["tasks", "row0", "rows", "K", "first_slot", "slots", "target_slots"])
+@triton.jit(do_not_specialize=["tasks", "row0", "rows", "K", "first_slot", "slots"])
 def selected_dkv_kernel(
-    q, dout, indices, places, used, p, dz, target, tasks, row0, rows, K, first_slot, slots, target_slots,
+    q, dout, indices, places, used, p, dz, target, tasks, row0, rows, K, first_slot, slots,
     N: tl.constexpr, D: tl.constexpr, PARTIAL: tl.constexpr, NH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
-    UNIT: tl.constexpr, ASCEND: tl.constexpr,
+    ASCEND: tl.constexpr,
 ):  # fmt: skip
-    """One query and BD channels. PARTIAL: target [queries, target_slots, D] gets a row for every slot that counts; else target [entries, D] fp32 is
+    """One query and BD channels. PARTIAL: target [queries, K, D] gets a row for every slot that counts; else target [entries, D] fp32 is
     added to."""
     SLICES: tl.constexpr = (D + BD - 1) // BD
     EVEN: tl.constexpr = D % BD == 0
@@ -250,21 +250,16 @@ def selected_dkv_kernel(
         if ASCEND:
             walked = used_slots_ascend(indices, row * K, K, end - begin, BK)
         else:
-            walked = tl.load(used + local)
+            walked = tl.load(used + row)
         for slot0 in range(0, walked, BN):
             slot = slot0 + n
-            if ASCEND:
-                key_rows, seen = selected_rows(indices, row * K, slot, walked, begin, end)
-            else:
-                key_rows = tl.load(indices + local * K * UNIT + slot)
-                seen = key_rows >= 0
-                key_rows = tl.where(seen, key_rows, 0).to(tl.int64)
+            key_rows, seen = selected_rows(indices, row * K, slot, walked, begin, end)
             offset = (local * slots + first_slot + slot)[:, None] * N + h[None, :]
             mask = seen[:, None] & on[None, :]
             v = dot(tl.load(p + offset, mask=mask, other=0.0), do_tile, tl.zeros([BN, BD], tl.float32))
             v = dot(tl.load(dz + offset, mask=mask, other=0.0), q_tile, v)
             if PARTIAL:
-                store_rows(target, local * target_slots + slot, seen, d, v, D, EVEN)
+                store_rows(target, local * K + slot, seen, d, v, D, EVEN)
             else:
                 mask = seen[:, None] if EVEN else seen[:, None] & (d < D)[None, :]
                 tl.atomic_add(target + key_rows[:, None] * D + d[None, :], v, mask=mask, sem="relaxed")

@@ -1,8 +1,9 @@
 """Which kernels run the attention: the one place where the portable ones and those for sm_90 part. Imports no Triton until it is asked.
 
-impl="auto"    hopper/ where `hopper_supports` says so (sm_90, bf16 or fp16, D of 128, 256 or 512, the Triton it was written for), the
-               portable kernels in every other case that has kernels, the reference elsewhere.
-impl="hopper"  the kernels for sm_90, or a ValueError that says why they cannot run; "triton" the portable ones, on sm_90 too.
+impl="auto", "triton"  hopper/ where `hopper_supports` says so (sm_90, bf16 or fp16, D of 128, 256 or 512, the Triton it was written for),
+                       the portable kernels in every other case that has kernels; elsewhere "auto" takes the reference, "triton" raises.
+impl="portable"        the portable kernels, on sm_90 too, or a ValueError that says why they cannot run.
+impl="hopper"          the kernels for sm_90, or such a ValueError.
 
 The device is asked for when the op runs, so torch.compile never meets the question. A backward takes what its forward took: it asks the
 same of the same tensor.
@@ -18,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernel_runtime import IMPLS, check_choice, select_impl
+from kernel_runtime.impl import cannot_run, no_kernel_reason
 from kernel_runtime.registry import ModelShape
 from sparse_attn.shared_kv.hopper import TRITON_VERSIONS, hopper_supports
 
 if TYPE_CHECKING:
     from kernel_runtime.launch import Spec
 
-ATTENTION_IMPLS = (*IMPLS, "hopper")
+ATTENTION_IMPLS = (*IMPLS, "portable", "hopper")
+OP = "sparse_attn_shared_kv"
 MAX_KERNEL_D = 512
 PORTABLE, HOPPER = "sparse_attn.shared_kv", "sparse_attn.shared_kv.hopper"
 
@@ -38,15 +41,14 @@ def no_kernel(q: torch.Tensor) -> str | None:
 
 
 def select(op: str, impl: str, q: torch.Tensor) -> str:
-    """What the registered op is told: "eager", "triton", "hopper", or "auto" where a kernel runs and the device decides which.
+    """What the registered op is told: "eager", "portable", "hopper", or "triton" where kernels run and the device decides which.
 
-    ValueError if `impl` is unknown, or is "triton" and the kernel cannot run. "hopper" raises when the op runs.
+    ValueError if `impl` is unknown, or is "triton" or "portable" and no such kernel can run. "hopper" raises when the op runs.
     """
     check_choice(op, "impl", impl, ATTENTION_IMPLS)
-    if impl == "hopper":
-        return impl
-    chosen = select_impl(op, impl, q, no_kernel=no_kernel(q))
-    return "auto" if impl == "auto" and chosen == "triton" else chosen
+    if impl == "portable" and (reason := no_kernel_reason(q, no_kernel(q))) is not None:
+        raise cannot_run(op, impl, reason)
+    return impl if impl in ("portable", "hopper") else select_impl(op, impl, q, no_kernel=no_kernel(q))
 
 
 def _launcher(package: str, module: str) -> Callable[..., Any]:
@@ -55,20 +57,20 @@ def _launcher(package: str, module: str) -> Callable[..., Any]:
 
 def _hopper(module: str, q: torch.Tensor) -> Callable[..., Any]:
     if (reason := hopper_supports(q)) is not None:
-        raise ValueError(f"sparse_attn_shared_kv: impl='hopper' cannot run here: {reason}")
+        raise cannot_run(OP, "hopper", reason)
     return _launcher(HOPPER, module)
 
 
-def _auto(module: str, q: torch.Tensor) -> Callable[..., Any]:
+def _chosen(module: str, q: torch.Tensor) -> Callable[..., Any]:
     return _launcher(HOPPER if hopper_supports(q) is None else PORTABLE, module)
 
 
-def auto_fwd(q: torch.Tensor, *args: Any) -> Any:
-    return _auto("fwd", q)(q, *args)
+def chosen_fwd(q: torch.Tensor, *args: Any) -> Any:
+    return _chosen("fwd", q)(q, *args)
 
 
-def auto_bwd(dout: torch.Tensor, q: torch.Tensor, *args: Any) -> Any:
-    return _auto("bwd", q)(dout, q, *args)
+def chosen_bwd(dout: torch.Tensor, q: torch.Tensor, *args: Any) -> Any:
+    return _chosen("bwd", q)(dout, q, *args)
 
 
 def hopper_fwd(q: torch.Tensor, *args: Any) -> Any:

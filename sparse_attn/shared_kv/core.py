@@ -33,29 +33,32 @@ def selected_rows(indices, first, slot, end, cmp_begin, cmp_end):
 
 
 @triton.jit
-def load_ranges(places, used, row, local, COMPRESSED: tl.constexpr):
+def load_ranges(places, used, row, COMPRESSED: tl.constexpr):
     """first and number of window keys, first and number of visible entries, slots to walk through: of one query"""
     ptr = places + row * 4
     ori_begin = tl.load(ptr)
     ori_count = tl.load(ptr + 1) - ori_begin
     cmp_begin = 0
+    cmp_count = 0
     slots = 0
     if COMPRESSED != 0:
         cmp_begin = tl.load(ptr + 2)
-        slots = tl.load(ptr + 3) - cmp_begin
+        cmp_count = tl.load(ptr + 3) - cmp_begin
+        slots = cmp_count
     if COMPRESSED == 2:
-        slots = tl.load(used + local)
-    return ori_begin, ori_count, cmp_begin, slots
+        slots = tl.load(used + row)
+    return ori_begin, ori_count, cmp_begin, cmp_count, slots
 
 
 @triton.jit
 def tile_rows(
-    ori_kv, cmp_kv, lists, first, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, slots, COMPRESSED: tl.constexpr, BN: tl.constexpr
-):
+    ori_kv, cmp_kv, indices, first, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots,
+    COMPRESSED: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """Of a tile of BN keys: the tensor that holds them, their rows in it (0 where a slot does not count) and whether they count.
 
-    A query's tiles are its window's, then its compressed ones': two loops would take three times the registers. `first` is the int64 offset
-    of the query's list (lists.py).
+    A query's tiles are its window's, then its compressed ones': one loop over both needs a third of the registers that two loops do.
+    `first` is the int64 offset of the query's list. Whether a slot counts is decided before an address is formed.
     """
     keys = ori_kv
     if COMPRESSED == 0:
@@ -67,12 +70,12 @@ def tile_rows(
         keys = tl.where(window, ori_kv, cmp_kv)
         slot = tl.where(window, tile, tile - ori_tiles) * BN + n
         if COMPRESSED == 1:
-            seen = slot < tl.where(window, ori_count, slots)
+            seen = slot < tl.where(window, ori_count, cmp_count)
             row = tl.where(window, ori_begin, cmp_begin) + slot
         else:
-            entry = tl.load(lists + first + slot, mask=window == 0, other=-1)
-            row = tl.where(window, tl.where(slot < ori_count, ori_begin + slot, -1), entry)
-            seen = row >= 0
+            entry = tl.load(indices + first + slot, mask=(slot < slots) & (window == 0), other=-1)
+            seen = tl.where(window, slot < ori_count, (entry >= 0) & (entry < cmp_count))
+            row = tl.where(window, ori_begin + slot, cmp_begin + entry)
     return keys, tl.where(seen, row, 0).to(tl.int64), seen
 
 

@@ -2,7 +2,7 @@
 
 One program takes one query and a block of its heads, and gathers the keys it sees in tiles of BN. Queries do not share keys: the output
 accumulator of 64 heads x 512 channels is half of a register file, so a second query does not fit. D above 256 is split into two halves of
-256, two accumulators, as one wide product spills. The sink is a key without a value that starts the running maximum and sum.
+256, two accumulators, as one wide product spills. The sink is a key without a value that joins at the end.
 
 Ascend takes the same kernels with smaller tiles (the accumulator lives in the unified buffer, q and the keys in L1), looping over tasks.
 """
@@ -20,8 +20,8 @@ from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.core import load_ranges, load_rows, range_rows, selected_rows, store_rows, tile_rows, used_slots_ascend
-from sparse_attn.shared_kv.lists import UNIT, lists_of
 from sparse_attn.shared_kv.places import places_of
+from sparse_attn.shared_kv.used import used_of
 
 INDEX_BLOCK = 512
 
@@ -43,9 +43,8 @@ def attend(
         s = dot(q1, tl.trans(k1), s)
     s = tl.where(seen[None, :], s * scale2, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
-    base = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet: -inf - -inf would be NaN
-    p = tl.exp2(s - base[:, None])
-    alpha = tl.exp2(m - base)
+    p = tl.exp2(s - new[:, None])
+    alpha = tl.exp2(m - new)
     l = l * alpha + tl.sum(p, 1)
     p = p.to(k0.dtype)
     acc0 = dot(p, k0, acc0 * alpha[:, None])
@@ -58,7 +57,7 @@ def attend(
 def forward_task(
     task, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = D == BD * HALVES
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
@@ -76,13 +75,8 @@ def forward_task(
     else:
         q1 = q0
         acc1 = tl.zeros([BH, 1], tl.float32)
-    m = tl.full([BH], float("-inf"), tl.float32)
+    m = tl.full([BH], -3.0e38, tl.float32)  # finite: -inf - -inf would be NaN while nothing is seen
     l = tl.zeros([BH], tl.float32)
-    if SINKS:
-        sink = tl.load(sinks + h, mask=on, other=0.0)
-        finite = (sink > float("-inf")) & (sink < float("inf"))
-        m = tl.where(finite, sink * 1.4426950408889634, m)
-        l = tl.where(finite, 1.0, l)
 
     if ASCEND:  # a loop a tensor: a pointer cannot be chosen there
         begin = tl.load(places + row * 4)
@@ -104,18 +98,26 @@ def forward_task(
                 key_rows, seen = selected_rows(indices, row * K, slot + n, slots, begin, end)
                 m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
     else:
-        ori_begin, ori_count, cmp_begin, slots = load_ranges(places, used, row, row, COMPRESSED)
+        ori_begin, ori_count, cmp_begin, cmp_count, slots = load_ranges(places, used, row, COMPRESSED)
         ori_tiles = (ori_count + BN - 1) // BN
-        first = row * K * UNIT
         for tile in range(0, ori_tiles + (slots + BN - 1) // BN):
             keys, key_rows, seen = tile_rows(
-                ori_kv, cmp_kv, indices, first, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, slots, COMPRESSED, BN
+                ori_kv, cmp_kv, indices, row * K, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED, BN
             )
             m, l, acc0, acc1 = attend(keys, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
 
+    alpha = tl.full([BH], 1.0, tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + h, mask=on, other=0.0)
+        finite = (sink > float("-inf")) & (sink < float("inf"))
+        sink2 = tl.where(finite, sink * 1.4426950408889634, float("-inf"))
+        new = tl.maximum(m, sink2)
+        alpha = tl.exp2(m - new)
+        l = l * alpha + tl.exp2(sink2 - new)
+        m = new
     nothing = l == 0.0
     mass = tl.where(nothing, 1.0, l)
-    inverse = 1.0 / mass
+    inverse = alpha / mass
     result = tl.where(nothing, float("-inf"), (m + tl.log2(mass)) * 0.6931471805599453)
     if SINKS:
         inverse = tl.where(sink == float("inf"), 0.0, inverse)
@@ -130,20 +132,19 @@ def forward_task(
 def attention_fwd_kernel(
     q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, tasks, rows, K, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
-    """indices and K: on Ascend the lists as they were given and their length; elsewhere those of lists.py, K units long."""
     scale2 = scale * 1.4426950408889634
     if ASCEND:
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
             forward_task(
                 task, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
-                N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, UNIT, ASCEND,
+                N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND,
             )  # fmt: skip
     else:
         forward_task(
             tl.program_id(0), q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
-            N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, UNIT, ASCEND,
+            N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND,
         )  # fmt: skip
 
 
@@ -230,7 +231,7 @@ def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: boo
         types=types,
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
-            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "UNIT": UNIT, "ASCEND": npu,
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -274,11 +275,8 @@ def attention_fwd(
     spec = forward_spec(q.dtype, N, D, mode, sinks is not None, npu)
     tasks = rows * triton.cdiv(N, spec.consts["BH"])
     sink = lse if sinks is None else sinks.contiguous()
-    lists, used, length = indices, places, K
-    if mode == SELECTED and not npu:
-        lists, used = lists_of(indices, places, 0, rows)
-        length = lists.shape[1] // UNIT
-    spec.launch((grid_size(q.device, tasks, npu),), q, ori_kv, cmp_kv, lists, sink, places, used, out, lse, tasks, rows, length, scale)
+    used = used_of(indices, places) if mode == SELECTED and not npu else places
+    spec.launch((grid_size(q.device, tasks, npu),), q, ori_kv, cmp_kv, indices, sink, places, used, out, lse, tasks, rows, K, scale)
     if return_cmp_probs and mode == NONE:
         probs.zero_()  # there is no entry that a slot could hold
     elif return_cmp_probs:

@@ -75,18 +75,18 @@ FORWARD = OPS.register(
     " bool return_cmp_probs, str impl) -> (Tensor out, Tensor lse, Tensor cmp_probs)",
     fake=_forward_fake,
     eager=_forward,
-    triton="sparse_attn.shared_kv.fwd:attention_fwd",
+    triton="sparse_attn.shared_kv.choice:chosen_fwd",
+    portable="sparse_attn.shared_kv.fwd:attention_fwd",
     hopper="sparse_attn.shared_kv.choice:hopper_fwd",
-    auto="sparse_attn.shared_kv.choice:auto_fwd",
 )
 BACKWARD = OPS.register(
     "shared_kv_bwd(Tensor dout, Tensor q, Tensor ori_kv, Tensor? cmp_kv, Tensor? cmp_indices, Tensor? sinks, Tensor out, Tensor lse,"
     f" {_OPTIONS}, bool deterministic, str impl) -> (Tensor dq, Tensor dori_kv, Tensor dcmp_kv, Tensor dsinks)",
     fake=_backward_fake,
     eager=_backward,
-    triton="sparse_attn.shared_kv.bwd:attention_bwd",
+    triton="sparse_attn.shared_kv.choice:chosen_bwd",
+    portable="sparse_attn.shared_kv.bwd:attention_bwd",
     hopper="sparse_attn.shared_kv.choice:hopper_bwd",
-    auto="sparse_attn.shared_kv.choice:auto_bwd",
 )
 register_specs("sparse_attn.shared_kv", "sparse_attn.shared_kv.choice:specs")
 
