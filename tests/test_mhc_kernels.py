@@ -222,7 +222,7 @@ def test_products_for_ascend(monkeypatch, no_plans):
         monkeypatch.setattr(module, name, lambda *a, original=original: original(*a[:-1], True))
     mhc_ops.project.bwd.dx_plan.cache_clear()
     with record() as recording:
-        for name in ("hc_project", "hc_pre"):
+        for name in ("hc_project", "hc_pre", "hc_post_pre"):
             for d in (40, 64):  # K with a rest and without, in pieces of BK = 128
                 check("cpu", monkeypatch, name, MhcShape(1, 19, 4, d), dtype=torch.bfloat16)
     mhc_ops.project.bwd.dx_plan.cache_clear()

@@ -55,6 +55,16 @@ def gate_sums(g, groups, dz, dgate_part, T, M: tl.constexpr, S: tl.constexpr, L:
     tl.store(dgate_part + g * L + c, tl.sum(acc, 0), mask=c < M + S)
 
 
+@triton.jit
+def add_scaled_rows(v, factor, rows, eye):
+    """v + factor[:, None] * rows as products with a diagonal matrix in two bf16 pieces (rows are bf16): for Ascend, where v then stays in the
+    matrix unit until it is stored, in place of a way to a vector core and back through global memory"""
+    diagonal = tl.where(eye, factor[:, None], 0.0)
+    high = diagonal.to(tl.bfloat16)
+    v = dot(high, rows, v)
+    return dot((diagonal - high.to(tl.float32)).to(tl.bfloat16), rows, v)
+
+
 @triton.jit(do_not_specialize=["T"])
 def dx_dfn_kernel(
     dx_in, dy, x, pre, dz, dp, pieces, crms, fn, dx, dfn_part, dgate_part, T,
@@ -69,7 +79,8 @@ def dx_dfn_kernel(
     column of programs sums dz instead.
 
     MODE "tf32": dp @ fn as one tf32 product (beats three bf16 ones), dp^T @ x with dp in two bf16 pieces, for bf16 streams on a GPU.
-    MODE "bf16": three bf16 products instead of the tf32 one.  MODE "exact": everything in fp32.
+    MODE "bf16": three bf16 products instead of the tf32 one, and the other terms of dx as products too (`add_scaled_rows`).
+    MODE "exact": everything in fp32.
     """
     g = tl.program_id(1)
     groups = tl.num_programs(1)
@@ -137,11 +148,19 @@ def dx_dfn_kernel(
             cr = tl.load(crms + first + row, mask=mt, other=0.0)
             if CRMS == 2:
                 cr += tl.load(crms + T + first + row, mask=mt, other=0.0)
-            v += cr[:, None] * xt.to(tl.float32)
-            if DY:
-                v += tl.load(pre + first64 * N + n + row * N, mask=mt, other=0.0)[:, None] * yt.to(tl.float32)
-            if ADD:
-                v += add.to(tl.float32)
+            if MODE == "bf16":
+                eye = row[:, None] == row[None, :]
+                v = add_scaled_rows(v, cr, xt, eye)
+                if DY:
+                    v = add_scaled_rows(v, tl.load(pre + first64 * N + n + row * N, mask=mt, other=0.0), yt, eye)
+                if ADD:
+                    v = dot(tl.where(eye, 1.0, 0.0).to(tl.bfloat16), add, v)
+            else:
+                v += cr[:, None] * xt.to(tl.float32)
+                if DY:
+                    v += tl.load(pre + first64 * N + n + row * N, mask=mt, other=0.0)[:, None] * yt.to(tl.float32)
+                if ADD:
+                    v += add.to(tl.float32)
             tl.store(dx + first64 * K + at, v.to(dx.dtype.element_ty), mask=on)
         tl.store(dfn_part + (g * M + c)[:, None].to(tl.int64) * K + col[None, :], acc, mask=(c < M)[:, None] & md[None, :])
 
@@ -197,9 +216,7 @@ def dx_dfn_spec(dtype: torch.dtype, n: int, d: int, m: int, scales: int, add: bo
     types |= {"dx": stream, "dfn_part": "*fp32", "dgate_part": "*fp32", "T": "i32"}
     width = gate_width(m, scales)
     mode = "exact" if dtype != torch.bfloat16 else "bf16" if npu else "tf32"
-    block_tokens, block_columns = 16, 64 if npu or mode == "exact" else min(256, max(64, 8192 // width))
-    if mode == "bf16" and width <= 32:
-        block_tokens, block_columns = 32, 128  # what the unified buffer of an NPU holds with the older compiler, too
+    block_tokens, block_columns = 32 if mode == "bf16" else 16, 64 if mode == "exact" else min(256, max(64, 8192 // width))
     consts = {
         "N": n, "D": d, "M": m, "S": scales, "L": width, "CRMS": crms_rows(scales), "ADD": add, "DY": dy, "MODE": mode,
         "BT": block_tokens, "BN": block_columns, "GATE_BT": 2048 // width,
