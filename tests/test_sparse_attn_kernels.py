@@ -44,13 +44,13 @@ def _finite(x):
     return torch.where(x == torch.inf, 1e3, torch.where(x == -torch.inf, -1e3, x))
 
 
-def check(case, device, dtype, seed=1, change=None, **more):
+def check(case, device, dtype, seed=1, change=None, impl="portable", **more):
     inputs = attention_inputs(case, seed=seed, dtype=dtype, device=device)
     if change is not None:
         inputs = change(inputs)
     want = run(reference, inputs, torch.float64)
     same = run(reference, inputs, dtype)
-    got = run(sparse_attn_shared_kv, inputs, dtype, impl="portable", **more)
+    got = run(sparse_attn_shared_kv, inputs, dtype, impl=impl, **more)
     assert got.keys() == want.keys()
     for name, w in want.items():
         assert got[name].shape == w.shape and got[name].dtype == same[name].dtype, name
