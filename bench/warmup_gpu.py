@@ -60,9 +60,11 @@ def worker(args: argparse.Namespace) -> None:
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = DeepSeekV4(config, impl=args.impl).to(dtype)
-    for island in fp32_islands(model):
-        island.float()
+        model = DeepSeekV4(config, impl=args.impl)
+    islands = {id(param) for island in fp32_islands(model) for param in island.parameters()}
+    for param in model.parameters():  # and no buffer: FSDP2 casts parameters alone
+        if id(param) not in islands:
+            param.data = param.data.to(dtype)
     torch.cuda.synchronize()
     compiled: list[str] = []
     loaded: list[str] = []

@@ -68,7 +68,7 @@ class Plan:
 
 def plan_for(config: Any, dtype: str | None = None) -> Plan:
     """The plan of a model: `config` is whatever `kernel_runtime.registry.shape_of` takes (a ModelShape, a preset, a trainer's config)."""
-    import_ops()
+    import_ops(trainer=True)
     return Plan.of((op, spec) for op, spec in registered_specs(shape_of(config, dtype)) if isinstance(spec, Spec))
 
 

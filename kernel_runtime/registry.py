@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 OP_PACKAGES = ("mhc_ops", "sparse_attn", "indexer")  # importing one fills the registry; named here, never imported by this package itself
+TRAINER_OPS = ("train_example.fused",)
 
 _SPECS: dict[str, str] = {}
 
@@ -33,6 +34,7 @@ class ModelShape:
     sinkhorn_iters: int = 20
     csa_ratio: int = 4  # the ratio whose layers have an overlapping compressor and an indexer, where `ratios` holds it
     dtype: str = "bf16"
+    source: Any = field(default=None, compare=False, repr=False)  # what it was made of, for kernels whose sizes are not here
 
 
 PRESETS = {
@@ -72,22 +74,24 @@ def shape_of(config: Any, dtype: str | None = None) -> ModelShape:
             model = {"preset": get("preset"), **model}
         return shape_of(model, dtype or get("dtype"))
     base = shape_of(get("preset"), None) if get("preset") else None
-    found: dict[str, Any] = {field: get(name) for field, name in _TRAINER_NAMES.items() if get(name) is not None}
+    found: dict[str, Any] = {own: get(name) for own, name in _TRAINER_NAMES.items() if get(name) is not None}
     ratios = get("compress_ratios")
     if ratios is not None:
         mtp = get("mtp_compress_ratio") if get("mtp_layers") else None
         found["ratios"] = compressed_ratios([*ratios, mtp or 0])
-    missing = [f.name for f in fields(ModelShape) if f.name not in found and f.name not in ("sinkhorn_iters", "csa_ratio", "dtype")]
+    missing = [f.name for f in fields(ModelShape) if f.name not in found and f.name not in ("sinkhorn_iters", "csa_ratio", "dtype", "source")]
     if base is None and missing:
         raise ValueError(f"the model configuration lacks {', '.join(_TRAINER_NAMES.get(m, 'compress_ratios') for m in missing)}")
+    found["source"] = config
     shape = replace(base, **found) if base is not None else ModelShape(**found)
     return shape if dtype is None else replace(shape, dtype=dtype)
 
 
-def import_ops() -> None:
-    """Imports the op packages that are installed, which fills the registry."""
-    for package in OP_PACKAGES:
-        if importlib.util.find_spec(package) is not None:
+def import_ops(trainer: bool = False) -> None:
+    """Imports the op packages that are installed, which fills the registry; with `trainer` also the example's, where there is a checkout."""
+    for package in (*OP_PACKAGES, *(TRAINER_OPS if trainer else ())):
+        parent = package.partition(".")[0]
+        if importlib.util.find_spec(parent) is not None and importlib.util.find_spec(package) is not None:
             importlib.import_module(package)
 
 

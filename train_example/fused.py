@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernel_runtime import OpLibrary, eager_call
+from kernel_runtime import OpLibrary, eager_call, register_specs
 from kernel_runtime.impl import select_impl
 from reference.rope import apply_rope
 
 OPS = OpLibrary("v4_train_example")
+register_specs("train_example", "train_example.fused_kernels:specs")
 
 
 def _no_eager(*_: object) -> None:

@@ -6,6 +6,7 @@ R rotated channels, S sequence length. All arithmetic is fp32 and is rounded onc
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 import torch
@@ -14,6 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
+from kernel_runtime.registry import ModelShape, shape_of
+from train_example.config import PRESETS, ModelConfig
+from train_example.run_config import from_dict
 
 BLOCK = 1024
 
@@ -200,3 +204,30 @@ def norm_rope(x: Tensor, grad: Tensor | None, cos: Tensor, sin: Tensor, eps: flo
         spec = _rope_spec(out.dtype, N, C, 2 * cos.shape[1], eps, inverse, grad is not None)
         spec.launch((B * S, triton.cdiv(N, spec.consts["HB"])), x, given, cos, sin, out, B * S, S)
     return out
+
+
+def model_config(shape: ModelShape) -> ModelConfig | None:
+    """The trainer's configuration that a shape was made of, or the preset that it is equal to; None if it is no model of the trainer."""
+    if isinstance(shape.source, ModelConfig):
+        return shape.source
+    if isinstance(shape.source, Mapping):
+        return from_dict({"model": dict(shape.source)}, "the plan").model
+    return next((config for config in PRESETS.values() if shape_of(config, shape.dtype) == shape), None)
+
+
+def specs(shape: ModelShape) -> Iterator[Spec]:
+    """What a training step and an evaluation launch"""
+    config = model_config(shape)
+    if config is None:
+        return
+    dtype = next(dtype for dtype, name in TRITON_DTYPE.items() if name == shape.dtype)
+    heads = [(config.num_heads, config.head_dim), (1, config.head_dim), (config.index_heads, config.index_head_dim), (1, config.index_head_dim)]
+    for backward in (False, True):
+        yield _swiglu_spec(backward, dtype, config.expert_dim, float(config.swiglu_limit))
+        yield _rope_spec(dtype, *heads[0], config.rope_head_dim, float(config.norm_eps), False, backward)
+        yield _rope_spec(dtype, *heads[0], config.rope_head_dim, -1.0, True, backward)
+        for sizes in heads:
+            yield _rope_spec(dtype, *sizes, config.rope_head_dim, -1.0, False, backward)
+    for weighted in (False, True):
+        yield _sum_spec(dtype, config.experts_per_token, config.hidden_size, weighted)
+    yield _combine_bwd_spec(dtype, config.experts_per_token, config.hidden_size)
