@@ -36,7 +36,7 @@ class Spec:
             0 = not stated. Where loops differ, argument -> tokens of a pass of the loop that touches it, see kernel_runtime.ascend.hivm.
             For the traffic estimate.
     minimal_bytes  bytes a token that the kernel must move between global memory and the chip, weights apart; 0 = not stated.
-    arch    the one NVIDIA architecture (90 for sm_90) that the kernel is for, None if it is for all.
+    arch    the NVIDIA architecture (90 is sm_90) that the kernel is for, or the first and the last one; None if it is for all.
     """
 
     kernel: Any
@@ -49,7 +49,7 @@ class Spec:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokens: float | Mapping[str, float] = 0
     minimal_bytes: float = 0.0
-    arch: int | None = None
+    arch: int | tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -92,6 +92,13 @@ class Spec:
     def portable(self) -> bool:
         """Whether the kernel is plain Triton, so that it compiles for every GPU; one for a single backend is taken not to be."""
         return "cuda" in self.targets and len(self.targets) > 1 and not self.gluon
+
+    def runs_on(self, target: Any) -> bool:
+        """Whether a Triton GPUTarget is of the architectures that the kernel is for; its backend is not asked for here."""
+        if target.backend != "cuda" or self.arch is None:
+            return True
+        first, last = self.arch if isinstance(self.arch, tuple) else (self.arch, self.arch)
+        return bool(first <= target.arch <= last)
 
     @property
     def gluon(self) -> bool:

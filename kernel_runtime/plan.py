@@ -52,7 +52,7 @@ class Plan:
 
     def for_target(self, target: Any) -> Plan:
         """The entries that run on a Triton GPUTarget: those of its backend, without those for another architecture."""
-        return Plan(tuple((op, s) for op, s in self.for_backend(target.backend).entries if s.arch in (None, target.arch)))
+        return Plan(tuple((op, s) for op, s in self.for_backend(target.backend) if s.runs_on(target)))
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "kernels": [{"op": op, **_encode_spec(spec)} for op, spec in self.entries]}, indent=1)
@@ -128,5 +128,5 @@ def _decode_spec(item: dict[str, Any], source: str) -> Spec:
     return Spec(
         _find(item["kernel"], source), item["types"], {n: _decode(v) for n, v in item["consts"].items()}, item["num_warps"],
         item["num_stages"], item["hot"], tuple(item["targets"]), {n: _decode(v) for n, v in item["options"].items()},
-        arch=item["arch"],
+        arch=tuple(item["arch"]) if isinstance(item["arch"], list) else item["arch"],
     )  # fmt: skip

@@ -227,6 +227,8 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
             yield forward_spec(dtype, N, D, mode, True, npu)
             yield dq_spec(dtype, N, D, mode, False, npu)
         yield probs_spec(dtype, N, D, npu)
+    for mode in (NONE, ALL, SELECTED):
+        yield forward_spec(dtype, N, D, mode, True, blackwell=True)
     yield dq_spec(dtype, N, D, SELECTED, True)
     for column, listed in ((0, False), (2, False), (2, True)):
         for split in (False, True):

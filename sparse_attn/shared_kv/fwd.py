@@ -218,11 +218,12 @@ def mode_of(cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None) -> in
 
 
 GPU, NPU = ("cuda", "hip"), ("ascend",)  # a spec's targets
+BLACKWELL = 100  # from here on Triton keeps the operands of the second product in shared memory: one tile of keys in flight, not two
 _NUMBERS = {"tasks": "i32", "rows": "i32", "K": "i32", "scale": "fp32"}
 
 
 @cache
-def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, npu: bool = False) -> Spec:
+def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, npu: bool = False, blackwell: bool = False) -> Spec:
     x, tiles = f"*{TRITON_DTYPE[dtype]}", (ascend_tiles if npu else forward_tiles)(dtype, N, D)
     types = {"q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "used": "*i32"}
     types |= {"out": x, "lse": "*fp32", **_NUMBERS}
@@ -234,9 +235,14 @@ def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: boo
             "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu,
         },
         num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        targets=NPU if npu else GPU,
+        num_stages=1 if blackwell else tiles.num_stages,
+        targets=NPU if npu else ("cuda",) if blackwell else GPU,
+        arch=(BLACKWELL, 999) if blackwell else (0, BLACKWELL - 1),
     )  # fmt: skip
+
+
+def on_blackwell(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] * 10 >= BLACKWELL
 
 
 @cache
@@ -272,7 +278,7 @@ def attention_fwd(
     q, ori_kv = q.contiguous(), ori_kv.contiguous()
     cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
     indices = places if cmp_indices is None else cmp_indices.contiguous()
-    spec = forward_spec(q.dtype, N, D, mode, sinks is not None, npu)
+    spec = forward_spec(q.dtype, N, D, mode, sinks is not None, npu, on_blackwell(q.device))
     tasks = rows * triton.cdiv(N, spec.consts["BH"])
     sink = lse if sinks is None else sinks.contiguous()
     used = used_of(indices, places) if mode == SELECTED and not npu else places
