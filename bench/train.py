@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, var
         result.mfu = metrics.flops_per_token(config.model, config.seq_len) * result.tokens_per_s / peak
     if device.type == "cuda":
         result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
-    if args.split and device.type == "cuda":
+    if args.split and config.seq_len <= args.split_longest and device.type == "cuda":
         trace.annotate_parts(model, config.compile)
         split(result, lambda: train_step(model, optimizer, config, batch, step + 1), args.traces and args.traces / _name(result, parallel))
     return result
@@ -187,17 +187,11 @@ def line(r: Result) -> str:
     return f"{head} {r.note}" if r.note else f"{head} {r.ms:9.1f} {r.tokens_per_s:9.0f} {r.mfu:6.1%} {r.peak_gib:8.1f} {r.loss:8.4f}"
 
 
-def print_split(results: list[Result], kernels: int) -> None:
-    with_parts = [r for r in results if r.parts]
-    names = list(dict.fromkeys(name for r in with_parts for name in r.parts))
-    if names:
-        print("\nms of a step by part" + ", in the order of the rows above")
-    for name in names:
-        print(f"  {name:26}" + "".join(f" {r.parts[name]:9.2f}" if name in r.parts else f" {'-':>9}" for r in with_parts))
-    for r in with_parts:
-        if kernels:
-            print(f"\nlargest kernels of {r.variant} {r.seq_len} {r.recompute}, ms")
-            print("\n".join(f"  {ms:8.2f} {name}" for name, ms in list(r.kernels.items())[:kernels]))
+def print_split(result: Result, kernels: int) -> None:
+    if result.parts:
+        print("    " + ", ".join(f"{name} {ms:.2f}" for name, ms in result.parts.items()), flush=True)
+    for name, ms in list(result.kernels.items())[:kernels]:
+        print(f"      {ms:8.2f} {name}")
 
 
 def write(results: list[Result], folder: Path) -> None:
@@ -212,8 +206,29 @@ def write(results: list[Result], folder: Path) -> None:
         table.writerows(plain)
 
 
+def named_row(text: str) -> tuple[str, int, str]:
+    """VARIANT:S:RECOMPUTE"""
+    variant, _, rest = text.partition(":")
+    seq_len, _, recompute = rest.partition(":")
+    if variant not in VARIANTS or not seq_len.isdigit() or recompute not in RECOMPUTE or _without_eager(variant, recompute):
+        raise argparse.ArgumentTypeError(f"want VARIANT:S:RECOMPUTE, for example ours:4096:none, got {text!r}")
+    return variant, int(seq_len), recompute
+
+
+def rows_wanted(args: argparse.Namespace) -> list[tuple[str, int, str]]:
+    """(variant, S, recompute) of every row but those of --longest."""
+    if args.rows:
+        return list(args.rows)
+    product = itertools.product(args.recompute, args.variants, args.seq_lens)
+    return [(variant, seq_len, recompute) for recompute, variant, seq_len in product if not _without_eager(variant, recompute)]
+
+
+def _without_eager(variant: str, recompute: str) -> bool:
+    return variant.startswith("eager") and recompute in MHC_RECOMPUTE
+
+
 def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
-    """All rows; the process groups of each are its own."""
+    """All rows, printed and written as they come; the process groups of each are its own."""
     results: list[Result] = []
 
     def row(variant: str, seq_len: int, recompute: str, ep_group: str, prefetch: int) -> Result:
@@ -223,16 +238,18 @@ def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
         results.append(attempt(args, parallel, config, variant))
         if parallel.rank == 0:
             print(line(results[-1]), flush=True)
+            print_split(results[-1], args.kernels)
+            write(results, args.out)
         return results[-1]
 
-    for ep_group, prefetch, recompute, variant in itertools.product(args.ep_groups, args.prefetch, args.recompute, args.variants):
-        if variant.startswith("eager") and recompute in MHC_RECOMPUTE:
-            continue
-        for seq_len in args.seq_lens:
+    wanted = rows_wanted(args)
+    for prefetch, ep_group in itertools.product(args.prefetch, args.ep_groups):
+        for variant, seq_len, recompute in wanted:
             row(variant, seq_len, recompute, ep_group, prefetch)
-        seq_len = 2 * max(args.seq_lens)
-        while args.longest and not row(variant, seq_len, recompute, ep_group, prefetch).note:
-            seq_len *= 2
+        for variant, recompute in dict.fromkeys((variant, recompute) for variant, _, recompute in wanted) if args.longest else ():
+            seq_len = 2 * max(seq_len for _, seq_len, _ in wanted)
+            while not row(variant, seq_len, recompute, ep_group, prefetch).note:
+                seq_len *= 2
     return results
 
 
@@ -241,6 +258,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--seq-lens", nargs="+", type=int, default=[4096], metavar="S", help="tokens of a sequence")
     parser.add_argument("--recompute", nargs="+", default=["none"], choices=RECOMPUTE, help="mhc and cross-layer have no eager variant")
+    parser.add_argument("--rows", nargs="+", type=named_row, metavar="VARIANT:S:RECOMPUTE", help="these rows, in place of all combinations of the three above")
     parser.add_argument("--longest", action="store_true", help="then double the longest of them until it does not fit")
     parser.add_argument("--preset", default="flash", choices=tuple(PRESETS), help="sizes that no other option names")
     parser.add_argument("--ratios", type=integers, default=(0, 4, 128, 4), metavar="N,N,...", help="compress ratio of each layer")
@@ -251,6 +269,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True, help="compile all kernels ahead, not each at its first use")
     parser.add_argument("--split", action=argparse.BooleanOptionalAction, default=True, help="profile one more step")
+    parser.add_argument("--split-longest", type=int, default=1 << 30, metavar="S", help="but not of longer sequences")
     parser.add_argument("--kernels", type=int, default=0, help="how many of the largest kernels to print")
     parser.add_argument("--traces", type=Path, help="folder that keeps the profiles, a Chrome trace each")
     parser.add_argument("--ep", type=int, default=-1, help="processes that share the experts; -1 = all")
@@ -263,7 +282,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
 
     device = pick_device(args.device)
     first = settings(args, "ours", args.seq_lens[0], "none")
-    if args.warm and any(variant.startswith("ours") for variant in args.variants):
+    if args.warm and any(variant.startswith("ours") for variant, _, _ in rows_wanted(args)):
         warm_kernels(first, device)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank == 0:
@@ -273,9 +292,6 @@ def main(argv: list[str] | None = None) -> list[Result]:
         sizes = f"hidden {model.hidden_size}, {model.num_heads} heads x {model.head_dim}, {args.experts} experts of {model.expert_dim}"
         print(f"layers {args.ratios}, {sizes}, vocabulary {args.vocab}, {args.dtype}, {world} processes, ep {args.ep}, batch {args.batch}\n{HEADER}")
     results = run(args, device)
-    if rank == 0:
-        print_split(results, args.kernels)
-        write(results, args.out)
     shutdown()
     return results
 
