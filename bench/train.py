@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--seq-lens", nargs="+", type=int, default=[4096], metavar="S", help="tokens of a sequence")
     parser.add_argument("--recompute", nargs="+", default=["none"], choices=RECOMPUTE, help="mhc and cross-layer have no eager variant")
-    parser.add_argument("--rows", nargs="+", type=named_row, metavar="VARIANT:S:RECOMPUTE", help="these rows, in place of all combinations of the three above")
+    parser.add_argument("--rows", nargs="+", type=named_row, metavar="VARIANT:S:RECOMPUTE", help="these, in place of all combinations of the above")
     parser.add_argument("--longest", action="store_true", help="then double the longest of them until it does not fit")
     parser.add_argument("--preset", default="flash", choices=tuple(PRESETS), help="sizes that no other option names")
     parser.add_argument("--ratios", type=integers, default=(0, 4, 128, 4), metavar="N,N,...", help="compress ratio of each layer")
