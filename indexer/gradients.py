@@ -18,7 +18,7 @@ from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
 BLOCK_HEADS = 64
-PARTIAL_BYTES = 1 << 29  # of the rows of dk that wait for their owners
+PARTIAL_BYTES = 1 << 30  # of the rows of dk that wait for their owners
 
 
 @triton.jit
@@ -71,11 +71,12 @@ def gradients_of_query(
     n = tl.arange(0, BS)
     for j in tl.range(0, used, BS, num_stages=STAGES):
         index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
-        on = (index >= 0) & (index < length)
-        grad = tl.load(dscores + row * K + j + n, mask=on, other=0.0).to(tl.float32)
+        # with no mask that waits for the index; the gradient of a slot that does not count may be anything
+        grad = tl.load(dscores + row * K + j + n, mask=j + n < K, other=0.0).to(tl.float32)
+        on = (index >= 0) & (index < length) & (grad != 0.0)
+        grad = tl.where(on, grad, 0.0)
         if SHRINK:
             grad *= shrink
-        on = on & (grad != 0.0)
         index = tl.where(on, index, spare)
         if ASCEND:  # its older compiler takes no gather without a mask
             block = tl.load(k_rows + index[:, None] * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0)
@@ -150,7 +151,7 @@ def sum_of_owner(partial, order, offsets, dk, s, D: tl.constexpr, DP: tl.constex
     d = tl.arange(0, DP)
     n = tl.arange(0, BR)
     total = tl.zeros([BR, DP], tl.float32)
-    for j in range(begin, end, BR):
+    for j in tl.range(begin, end, BR, num_stages=3):  # loads that feed no product are pipelined only where a loop says so
         place = tl.load(order + j + n, mask=j + n < end, other=0)
         rows = tl.load(partial + place[:, None] * D + d[None, :], mask=(j + n < end)[:, None] & (d < D)[None, :], other=0.0)
         total += rows.to(tl.float32)

@@ -60,7 +60,7 @@ def test_128k_tokens_against_fp64():
     indices, scores = lightning_indexer(q, k, weights, TOPK, impl="triton")
     torch.cuda.synchronize()
     extra = torch.cuda.max_memory_allocated() - before - indices.nbytes - scores.nbytes
-    assert extra <= 2**27 + 2**23, f"{extra / 2**20:.0f} MiB beyond the results; 128 of scores and 4 of winners are stated"
+    assert extra <= 2**28 + 2**24, f"{extra / 2**20:.0f} MiB beyond the results; 256 of scores and 8 of winners are stated"
     differ = sum(check_row(q[b, t], k[b], weights[b, t], t, indices[b, t], scores[b, t]) for b in (0, 1) for t in ROWS)
     assert differ <= 4  # blocks of 10,000; as many as scores are closer than fp32 tells
 
@@ -127,13 +127,14 @@ def test_finite_differences_of_the_loss(target, dense):
 
     grads = torch.autograd.grad(loss([x.requires_grad_() for x in leaves]), leaves)
     for i, name in enumerate(("q_index", "k_index", "weights")):
+        # partly along the gradient, so that the difference stands out of the loss's own rounding, 1e-6 of its value
         direction = normal(*leaves[i].shape)
+        direction = grads[i] / grads[i].norm() + direction / direction.norm()
         slope = (grads[i].double() * direction.double()).sum().item()
-        # weights enter the loss smoothly; q and k through relu, whose kinks a smaller step meets less often
-        step = 2e-2 if name == "weights" else 2e-3
-        step *= leaves[i].detach().abs().mean().item()
+        step = 3e-3 * leaves[i].detach().norm().item()
         ends = [loss([x + s * step * direction if i == j else x for j, x in enumerate(leaves)]).double().item() for s in (1, -1)]
-        assert abs((ends[0] - ends[1]) / (2 * step) - slope) <= 2e-2 * abs(slope) + 1e-4 * grads[i].norm().item(), name
+        noise = 2e-6 * abs(ends[0]) / step
+        assert abs((ends[0] - ends[1]) / (2 * step) - slope) <= 1e-2 * abs(slope) + noise and noise < 1e-2 * abs(slope), name
 
 
 def test_loss_of_128k_tokens():

@@ -90,6 +90,21 @@ def test_wide_rows(kernel_device, monkeypatch, keys, topk):
     check_selection(case, kernel_device, whole(cases.make_indexer(case, device=kernel_device)))
 
 
+@pytest.mark.parametrize("topk", [600, 1100])
+def test_many_winners(kernel_device, monkeypatch, topk):
+    """Sorts of 1024 (in 32 bits, and again in 64 where that is not enough) and of 2048 keys; scores that all differ, and whole numbers."""
+    poison_empty(monkeypatch)
+    case = cases.IndexerCase("winners", batch=1, seq=1, q_offset=5999, keys=1500, topk=topk, heads=2, head_dim=16)
+    inputs = cases.make_indexer(case, device=kernel_device)
+    check_selection(case, kernel_device, whole(inputs))
+    inputs["weights"][:] = torch.tensor([0.0, 1.0], device=kernel_device)
+    inputs["q"] = torch.zeros_like(inputs["q"])
+    inputs["q"][..., 1, 0] = 1
+    order = torch.randperm(1500, generator=torch.Generator().manual_seed(3)).to(kernel_device)
+    inputs["k"][0, :, 0] = order.to(torch.float32)
+    check_selection(case, kernel_device, inputs)
+
+
 @pytest.mark.parametrize("kind", ["ties", "distinct", "zero", "negative"])
 def test_segments(kernel_device, monkeypatch, kind):
     """Rows longer than a segment: searched in pieces and once more among the winners."""
@@ -195,5 +210,6 @@ def test_many_rows_on_a_gpu():
         cases.IndexerCase("flash", batch=1, seq=3000, heads=64, head_dim=128, topk=512),
         cases.IndexerCase("packed", documents=(2500, 700, 1, 9000), heads=8, head_dim=64, topk=512),
         cases.IndexerCase("segments", batch=2, seq=40, q_offset=160000, heads=4, head_dim=64, topk=1024),
+        cases.IndexerCase("wide", batch=1, seq=200, q_offset=20000, heads=4, head_dim=64, topk=2048),
     ):
         check_selection(case, "cuda", whole(cases.make_indexer(case, device="cuda"), torch.bfloat16))

@@ -192,6 +192,36 @@ def test_scores_of_the_forward(kernel_device, monkeypatch, form):
     assert "rows_kernel" in seen and "slot_scores_kernel" not in seen
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("target", ["joint", "marginal"])
+def test_teacher_by_slots_and_by_whole_rows(kernel_device, monkeypatch, whole, target):
+    """Both ways to an own teacher, the second in chunks of queries and batch entries."""
+    from indexer.kl_loss import fwd
+    from indexer.lightning import fwd as lightning
+    from kernel_runtime import launch
+
+    seen = []
+    poison_empty(monkeypatch)
+    monkeypatch.setattr(fwd, "whole_rows_pay", lambda *sizes: whole)
+    monkeypatch.setattr(lightning, "SCORE_BUFFER", 2 * 4 * 5)
+    monkeypatch.setattr(launch, "LAUNCH_OBSERVERS", [lambda spec, args: seen.append(spec.name)])
+    leaves, options = make(BSND, f"sparse/{target}", device=kernel_device)
+    compare(leaves, options)
+    assert (seen.count("dense_teacher_kernel"), "slot_teacher_kernel" in seen) == ((4, False) if whole else (0, True))
+
+
+def test_where_whole_rows_pay():
+    """Up to twice as many visible blocks as selected ones."""
+    from indexer.kl_loss.fwd import whole_rows_pay
+
+    sizes = ((4096, 512, 0, True), (8192, 512, 0, False), (16384, 2048, 0, True), (16, 512, 16000, False), (8, 512, 0, True))
+    for queries, slots, offset, pays in sizes:
+        keys = (queries + offset) // 4
+        visible = [min(keys, (t + offset + 1) // 4) for t in range(queries)]
+        assert whole_rows_pay(queries, keys, slots, 4, offset) == pays
+        assert pays == (sum(visible) <= 2 * sum(min(v, slots) for v in visible))
+
+
 @pytest.mark.parametrize("how, runs", [("full", 2), ("policy", 1)])
 def test_policy_runs_the_kernels_once(kernel_device, monkeypatch, how, runs):
     from functools import partial
@@ -364,7 +394,7 @@ def test_deterministic_on_a_gpu(form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["given/joint", "sparse/compressed", "dense/joint"])
 def test_memory_on_a_gpu(form):
-    """Beyond inputs and gradients: two fp32 numbers a slot, or two chunks of 128 MiB; nothing of slots x heads."""
+    """Beyond inputs and gradients: two fp32 numbers a slot, or two chunks of 128 MiB and partial dk; nothing of slots x heads."""
     case = cases.IndexerCase("flash", batch=1, seq=16384, **cases.FLASH)
     leaves, options = make(case, form, torch.bfloat16, "cuda")
     leaves = [x.requires_grad_() for x in leaves]

@@ -237,7 +237,7 @@ def _whole_teacher(
     dscores: torch.Tensor, loss: torch.Tensor, counted: torch.Tensor,
 ) -> None:  # fmt: skip
     """Teacher of all visible blocks, then loss and dI of the slots, a chunk of queries at a time. One offset, no table."""
-    batches, length = query_chunks(x.batch, x.queries, x.keys, 0)
+    batches, length = query_chunks(x.batch, x.queries, x.keys, 0, buffers=2)
     teacher = torch.empty(batches * length * x.keys, dtype=torch.float32, device=x.q.device)
     teach = dense.dense_teacher_spec(q.dtype, *q.shape[-2:], x.cmp_ratio, False, False)
     for b0, some, i0, n in chunks_of(x.batch, x.queries, batches, length):
@@ -255,7 +255,7 @@ def _dense(
     span = counted if x.span is None else x.span  # a pointer that is not read
     (heads, dim), (attn_heads, attn_dim) = x.q.shape[-2:], q.shape[-2:]
     dtypes = (x.q.dtype, x.weights.dtype)
-    batches, length = query_chunks(x.batch, x.queries, x.keys, 0)
+    batches, length = query_chunks(x.batch, x.queries, x.keys, 0, buffers=2)
     scores, teacher = (torch.empty(batches * length * x.keys, dtype=torch.float32, device=device) for _ in range(2))
     make_lse = lse is None
     if lse is None:

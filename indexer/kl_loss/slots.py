@@ -38,9 +38,10 @@ def scores_of_query(
     TABLE: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """scores[row, slot] = sum_h w[h] relu(q[h] . k[slot])."""
-    row = rows - 1 - tl.cast(task, tl.int64)  # later queries hold more slots and go first
-    batch = row // S
-    start, count = visible(span, row, (row - batch * S).to(tl.int32), row < rows, rows, S3, q_offset, R, TABLE)
+    number = rows - 1 - task  # later queries hold more slots and go first
+    row = number.to(tl.int64)
+    batch = (number // S).to(tl.int64)
+    start, count = visible(span, row, number % S, number < rows, rows, S3, q_offset, R, TABLE)
     used = used_slots(indices, row, count, K, P)
     keys = k + (batch * S3 + start) * D
     head = tl.arange(0, HB)
@@ -120,9 +121,10 @@ def teacher_of_query(
 
     Blocks of heads after the first (h0 > 0) add to what an earlier launch wrote, so that the order of the sum is fixed.
     """
-    row = rows - 1 - tl.cast(task, tl.int64)
-    batch = row // S
-    start, count = visible(span, row, (row - batch * S).to(tl.int32), row < rows, rows, S3, q_offset, R, TABLE)
+    number = rows - 1 - task
+    row = number.to(tl.int64)
+    batch = (number // S).to(tl.int64)
+    start, count = visible(span, row, number % S, number < rows, rows, S3, q_offset, R, TABLE)
     used = used_slots(indices, row, count, K, P)
     keys = cmp_kv + (batch * S3 + start) * D
     head = h0 * HB + tl.arange(0, HB)

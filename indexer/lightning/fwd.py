@@ -17,7 +17,7 @@ from kernel_runtime.launch import TRITON_DTYPE, Spec
 
 COLUMNS = 128  # queries x heads of a tile
 BLOCK_KEYS = 64
-SCORE_BUFFER = 1 << 25  # fp32 elements of the score buffer: 128 MiB
+SCORE_BUFFER = 1 << 26  # fp32 elements of the score buffer: 256 MiB
 
 
 @triton.jit(do_not_specialize=["b0", "i0", "n", "S", "S3", "rows", "q_offset"])
@@ -101,9 +101,9 @@ def scores_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim:
     )  # fmt: skip
 
 
-def query_chunks(batch: int, queries: int, keys: int, asked: int) -> tuple[int, int]:
-    """(batch entries, queries) of a chunk: whole sequences where they fit, otherwise a part of one."""
-    rows = asked or max(1, SCORE_BUFFER // max(1, keys))
+def query_chunks(batch: int, queries: int, keys: int, asked: int, buffers: int = 1) -> tuple[int, int]:
+    """(batch entries, queries) of a chunk: whole sequences where they fit, otherwise a part of one. buffers: that share SCORE_BUFFER."""
+    rows = asked or max(1, SCORE_BUFFER // buffers // max(1, keys))
     return (min(batch, rows // queries), queries) if rows >= queries else (1, rows)
 
 
@@ -173,7 +173,7 @@ def lightning_indexer_fwd(
             if first >= last:
                 continue
             grid = (last - first, some)
-            args = (buffer, span, winners, indices, values, b0, i0, first, *sizes, segments, above, upto)
+            args = (buffer, span, winners, indices, b0, i0, first, *sizes, segments, above, upto)
             if upto <= SEGMENT:
                 select_spec(topk, cmp_ratio, table, 0, width).launch(grid, *args)
             else:

@@ -59,13 +59,13 @@ def _quantile(share):
 
 @triton.jit(do_not_specialize=["b0", "i0", "first", "n", "S", "S3", "rows", "q_offset", "segments", "above", "upto"])
 def select_kernel(
-    scores, span, winners, chosen, values, b0, i0, first, n, S, S3, rows, q_offset, segments, above, upto,
+    scores, span, winners, chosen, b0, i0, first, n, S, S3, rows, q_offset, segments, above, upto,
     K: tl.constexpr, R: tl.constexpr, TABLE: tl.constexpr, LEVEL: tl.constexpr, A: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The set of the K best of rows with above < visible blocks <= upto, indices and scores; other rows are left alone.
+    """The set of the K best of rows with above < visible blocks <= upto; other rows are left alone.
 
-    LEVEL 0: a whole row into chosen and values [B, S, K]. LEVEL 1: segment program_id(2) of a row into winners [batches, n, segments, K],
-    -1 where the segment holds fewer than K. LEVEL 2: the winners of all segments into chosen and values.
+    LEVEL 0: a whole row into chosen [B, S, K]. LEVEL 1: segment program_id(2) of a row into winners [batches, n, segments, K],
+    -1 where the segment holds fewer than K. LEVEL 2: the winners of all segments into chosen.
     The tile is [A lanes, E], a lane's elements A columns apart: loads are coalesced, and load, scan and store keep one layout.
     NaN counts as infinite.
     """
@@ -159,7 +159,6 @@ def select_kernel(
             tl.store(out + place, tl.full([A, E], -1, tl.int32), mask=(place >= used) & (place < K))
         else:
             tl.store(chosen + row * K + slot, column, mask=take)
-            tl.store(values + row * K + slot, x + 0.0, mask=take)  # of the two zeros the positive one
 
 
 @triton.jit
@@ -185,29 +184,34 @@ def sort_ascending(x, P: tl.constexpr, LOG: tl.constexpr):
 
 
 @triton.jit
+def _spread(x, P: tl.constexpr, W: tl.constexpr):
+    """Another order of what is to be sorted, which is free: most steps then stay within a thread, and few cross the W warps."""
+    if P >= 512:
+        x = tl.reshape(tl.permute(tl.reshape(x, [P // (128 * W), W, 32, 4]), (1, 2, 0, 3)), [P])
+    return x
+
+
+@triton.jit
 def _least(a, b):
     return tl.minimum(a, b)
 
 
 @triton.jit
-def _listed(scores, chosen, values, slot, on, count, K: tl.constexpr):
+def _listed(scores, chosen, slot, on, count, K: tl.constexpr):
     """Index and score at slots of a row before it is in order: what was selected, or all of a row of at most K blocks."""
     column = slot
     if count > K:
         column = tl.load(chosen + slot, mask=on, other=0)
-        x = tl.load(values + slot, mask=on, other=0.0)
-    else:
-        x = tl.load(scores + slot, mask=on, other=0.0)
-    return column, x
+    return column, tl.load(scores + column, mask=on, other=0.0)
 
 
 @triton.jit(do_not_specialize=["b0", "i0", "n", "S", "S3", "rows", "q_offset"])
 def order_kernel(
     scores, span, chosen, values, b0, i0, n, S, S3, rows, q_offset,
     K: tl.constexpr, P: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, TABLE: tl.constexpr, SORT: tl.constexpr, QUICK: tl.constexpr,
-    LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Sorts chosen and values [B, S, K] in place; a row of at most K visible blocks takes them all.
+    """Sorts the indices in chosen [B, S, K] in place and writes their scores; a row of at most K visible blocks takes them all.
 
     QUICK: one 32-bit sort of P >= K keys, the score in LEVELS steps over the slot. It is right unless two scores fall into one step, which is
     looked for afterwards; then, and without QUICK, a 64-bit sort of score and index, which obeys both halves of the order rule.
@@ -219,36 +223,32 @@ def order_kernel(
     _, count = visible(span, row, i, i < S, rows, S3, q_offset, R, TABLE)
     at = scores + buffer * S3
     indices = chosen + row * K
-    best = values + row * K
     slot = tl.arange(0, P)
     used = tl.minimum(count, K)
     held = slot < used
-    if SORT | (count <= K):
-        column, x = _listed(at, indices, best, slot, held, count, K)
-        key = tl.where(held, score_key(x), LOWEST)
-        if SORT:
-            wrong = 1
-            if QUICK:
-                top = tl.max(tl.where(held, x, float("-inf")), 0)
-                bottom = tl.min(tl.where(held, x, float("inf")), 0)
-                level = (top - x) * ((LEVELS - 1.0) / (top - bottom))
-                level = tl.where((level >= 0.0) & (level <= LEVELS - 1.0) & held, level, LEVELS - 1.0)  # also where it is NaN
-                packed = (level.to(tl.int32) * P | slot) ^ LOWEST
-                if P >= 512:  # the order to begin with is free: with this one most steps stay within a thread
-                    packed = tl.reshape(tl.permute(tl.reshape(packed, [P // 128, 32, 4]), (1, 0, 2)), [P])
-                # empty places have the last level and the last slots, and stay behind
-                column, x = _listed(at, indices, best, sort_ascending(packed, P, LOG) & (P - 1), held, count, K)
-                key = tl.where(held, score_key(x), LOWEST)
-                # strictly falling keys, each plus its place: never above the least before
-                falling = tl.where(held, key + slot, LOWEST)
-                wrong = tl.sum((tl.associative_scan(falling, 0, _least) != falling).to(tl.int32), 0)
-            if wrong > 0:
-                # ascending in the complement is descending in the score; an empty place needs an index of its own to stay a strict order
-                both = tl.sort(((~key).to(tl.int64) << 32) | tl.where(held, column, slot).to(tl.int64))
-                key = ~(both >> 32).to(tl.int32)
-                column = both.to(tl.int32)
-        tl.store(indices + slot, tl.where(held, column, -1), mask=slot < K)
-        tl.store(best + slot, tl.where(held, key_score(key), float("-inf")), mask=slot < K)
+    column, x = _listed(at, indices, slot, held, count, K)
+    key = tl.where(held, score_key(x), LOWEST)
+    if SORT:
+        wrong = 1
+        if QUICK:
+            top = tl.max(tl.where(held, x, float("-inf")), 0)
+            bottom = tl.min(tl.where(held, x, float("inf")), 0)
+            level = (top - x) * ((LEVELS - 1.0) / (top - bottom))
+            level = tl.where((level >= 0.0) & (level <= LEVELS - 1.0) & held, level, LEVELS - 1.0)  # also where it is NaN
+            packed = sort_ascending(_spread((level.to(tl.int32) * P | slot) ^ LOWEST, P, W), P, LOG)
+            # empty places have the last level and the last slots, and stay behind
+            column, x = _listed(at, indices, packed & (P - 1), held, count, K)
+            key = tl.where(held, score_key(x), LOWEST)
+            # strictly falling keys, each plus its place: never above the least before
+            falling = tl.where(held, key + slot, LOWEST)
+            wrong = tl.sum((tl.associative_scan(falling, 0, _least) != falling).to(tl.int32), 0)
+        if wrong > 0:
+            # ascending in the complement is descending in the score; an empty place needs an index of its own to stay a strict order
+            both = tl.sort(_spread(((~key).to(tl.int64) << 32) | tl.where(held, column, slot).to(tl.int64), P, W))
+            key = ~(both >> 32).to(tl.int32)
+            column = both.to(tl.int32)
+    tl.store(indices + slot, tl.where(held, column, -1), mask=slot < K)
+    tl.store(values + row * K + slot, tl.where(held, key_score(key), float("-inf")), mask=slot < K)
 
 
 RUNTIME = ("b0", "i0", "n", "S", "S3", "rows", "q_offset")
@@ -261,7 +261,7 @@ def select_spec(topk: int, cmp_ratio: int, table: bool, level: int, width: int) 
     warps = width // NARROW
     return Spec(
         select_kernel,
-        types={"scores": "*fp32", "span": "*i32", "winners": "*i32", "chosen": "*i32", "values": "*fp32"} | dict.fromkeys(names, "i32"),
+        types={"scores": "*fp32", "span": "*i32", "winners": "*i32", "chosen": "*i32"} | dict.fromkeys(names, "i32"),
         consts={"K": topk, "R": cmp_ratio, "TABLE": table, "LEVEL": level, "A": 32 * warps, "E": 32},
         num_warps=warps,
         options={"maxnreg": 128},
@@ -272,14 +272,15 @@ def select_spec(topk: int, cmp_ratio: int, table: bool, level: int, width: int) 
 @cache
 def order_spec(topk: int, cmp_ratio: int, table: bool, sort: bool) -> Spec:
     size = triton.next_power_of_2(max(topk, 2))
+    warps = max(1, min(8, size // 512))  # 512 keys on one warp: most of the network stays in registers and shuffles
     return Spec(
         order_kernel,
         types={"scores": "*fp32", "span": "*i32", "chosen": "*i32", "values": "*fp32"} | dict.fromkeys(RUNTIME, "i32"),
         consts={
             "K": topk, "P": size, "LOG": size.bit_length() - 1, "R": cmp_ratio, "TABLE": table, "SORT": sort,
-            "QUICK": size <= QUICK_KEYS, "LEVELS": min(1 << 23, (1 << 32) // size),
+            "QUICK": size <= QUICK_KEYS, "LEVELS": min(1 << 23, (1 << 32) // size), "W": warps,
         },
-        num_warps=max(1, min(8, size // 512)),  # 512 keys on one warp: most of the network stays in registers and shuffles
+        num_warps=warps,
         options={"maxnreg": 96} if size <= 512 else {},
         targets=("cuda",),  # Ascend sorts floats of at most 32 bits
     )  # fmt: skip
