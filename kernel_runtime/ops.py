@@ -7,6 +7,7 @@ Its schema ends in `str impl`, the result of `select_impl`, and has no default a
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -141,6 +142,17 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     elif _PLAIN.issuperset(map(type, args)) and not torch._C._are_functorch_transforms_active():
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
     return function.apply(*args)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.autograd.function.once_differentiable, for less host time where no graph of the backward pass is made, as mostly"""
+    refusing = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Any) -> Any:
+        return refusing(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return wrapper
 
 
 def eager_vjp(

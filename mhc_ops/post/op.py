@@ -1,9 +1,8 @@
 """What comes after a sublayer, as registered ops and the autograd.Function around them."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_call, eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, once_differentiable, register_specs
 from mhc_ops.library import OPS
 from reference import mhc as reference
 

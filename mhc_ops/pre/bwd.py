@@ -191,16 +191,14 @@ def site_bwd(plan: SitePlan, scratch, dx_in, dy, dpre, dpost, dcomb, x, fn, scal
     return dfn_part, dgate_part, dpre_mix
 
 
-def given(grad: torch.Tensor | None, shape, like: torch.Tensor) -> torch.Tensor:
-    """A contiguous gradient; zeros for an output that nobody used."""
-    return torch.zeros(shape, dtype=like.dtype, device=like.device) if grad is None else grad.contiguous()
-
-
 def site_gradients(dy, dpre, dpost, dcomb, x, mixes):
-    """The gradients of hc_pre's outputs as the kernels take them"""
+    """The gradients of hc_pre's outputs as the kernels take them: contiguous, zeros for an output that nobody used (but for pre)"""
     *lead, n, d = x.shape
+    dy = x.new_zeros((*lead, d)) if dy is None else dy.contiguous()
     dpre = None if dpre is None else dpre.contiguous()
-    return given(dy, (*lead, d), x), dpre, given(dpost, (*lead, n), mixes), given(dcomb, (*lead, n, n), mixes)
+    dpost = mixes.new_zeros((*lead, n)) if dpost is None else dpost.contiguous()
+    dcomb = mixes.new_zeros((*lead, n, n)) if dcomb is None else dcomb.contiguous()
+    return dy, dpre, dpost, dcomb
 
 
 def no_tokens(x, fn, scale, base, pre_mix):
