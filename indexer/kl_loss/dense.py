@@ -344,15 +344,15 @@ def dense_gradient_spec(
     types = {"q": f"*{name}", "k": f"*{name}", "weights": f"*{TRITON_DTYPE[weights_dtype]}", "dscores": "*fp32", "span": "*i32"}
     consts = {
         "H": heads, "HB": max(16, min(32 if wide else BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim,
-        "DP": max(16, triton.next_power_of_2(dim)), "R": cmp_ratio, "TABLE": table, "LOOP": npu,
+        "DP": max(16, triton.next_power_of_2(dim)), "R": cmp_ratio, "TABLE": table,
     }  # fmt: skip
     block = ASCEND_KEYS if npu else 32 if wide else BLOCK_KEYS
     targets = NPU_TARGETS if npu else GPU_TARGETS
     if keys:
         types |= {"partial": "*fp32"} | dict.fromkeys((*CHUNK, "splits", "tasks"), "i32")
-        return Spec(dense_dk_kernel, types, consts | {"BK": block}, num_warps=4, targets=targets)
+        return Spec(dense_dk_kernel, types, consts | {"BK": block, "LOOP": npu}, num_warps=4, targets=targets)
     types |= {"dq": f"*{name}", "dweights": "*fp32"} | CHUNK_TYPES
-    return Spec(dense_dq_kernel, types, consts | {"BS": block, "STAGES": 3}, num_warps=4, targets=targets)
+    return Spec(dense_dq_kernel, types, consts | {"BS": block, "STAGES": 3, "LOOP": npu}, num_warps=4, targets=targets)
 
 
 def key_splits(batch: int, queries: int, keys: int, block: int) -> int:
