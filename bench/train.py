@@ -31,7 +31,7 @@ import traceback
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,6 +46,15 @@ from train_example.step import train_step
 from train_example.train import build_model, warm_kernels
 
 VARIANTS = ("ours", "ours+compile", "eager", "eager+compile")
+
+
+class Row(NamedTuple):
+    """What to measure."""
+
+    variant: str
+    seq_len: int
+    recompute: str
+    batch: int
 
 
 @dataclass
@@ -69,7 +78,8 @@ class Result:
     note: str = ""
 
 
-def settings(args: argparse.Namespace, variant: str, seq_len: int, recompute: str, ep_group: str = "own", prefetch: int = 1) -> RunConfig:
+def settings(args: argparse.Namespace, row: Row, ep_group: str = "own", prefetch: int = 1) -> RunConfig:
+    variant, seq_len, recompute, batch = row
     ratios = tuple(args.ratios)
     sizes = {"compress_ratios": ratios, "num_layers": len(ratios), "num_experts": args.experts, "vocab_size": args.vocab}
     model = dataclasses.replace(PRESETS[args.preset], **sizes, num_hash_layers=1, mtp_layers=0)
@@ -77,7 +87,7 @@ def settings(args: argparse.Namespace, variant: str, seq_len: int, recompute: st
         preset=args.preset,
         model=model,
         seq_len=seq_len,
-        batch=args.batch,
+        batch=batch,
         steps=1000,
         lr=1e-5,
         ep=args.ep,
@@ -139,7 +149,7 @@ def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, var
 
 
 def _name(result: Result, parallel: Parallel) -> str:
-    return f"{result.variant}_{result.seq_len}_{result.recompute}_{result.ep_group}_{result.prefetch}_rank{parallel.rank}.json"
+    return f"{result.variant}_{result.seq_len}x{result.batch}_{result.recompute}_{result.ep_group}_{result.prefetch}_rank{parallel.rank}.json"
 
 
 def split(result: Result, step: Any, keep: Path | None) -> None:
@@ -179,11 +189,12 @@ def attempt(args: argparse.Namespace, parallel: Parallel, config: RunConfig, var
             torch.cuda.empty_cache()
 
 
-HEADER = f"{'variant':14} {'S':>7} {'recompute':11} {'group':6} {'prefetch':>8} {'ms':>9} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>8} {'loss':>8}"
+_COLUMNS = {"variant": "14", "S": ">7", "batch": ">5", "recompute": "11", "group": "6", "prefetch": ">8", "ms": ">9", "tokens/s": ">9"}
+HEADER = " ".join(f"{name:{width}}" for name, width in {**_COLUMNS, "MFU": ">6", "peak GiB": ">8", "loss": ">8"}.items())
 
 
 def line(r: Result) -> str:
-    head = f"{r.variant:14} {r.seq_len:7d} {r.recompute:11} {r.ep_group:6} {r.prefetch:8d}"
+    head = f"{r.variant:14} {r.seq_len:7d} {r.batch:5d} {r.recompute:11} {r.ep_group:6} {r.prefetch:8d}"
     return f"{head} {r.note}" if r.note else f"{head} {r.ms:9.1f} {r.tokens_per_s:9.0f} {r.mfu:6.1%} {r.peak_gib:8.1f} {r.loss:8.4f}"
 
 
@@ -206,21 +217,21 @@ def write(results: list[Result], folder: Path) -> None:
         table.writerows(plain)
 
 
-def named_row(text: str) -> tuple[str, int, str]:
-    """VARIANT:S:RECOMPUTE"""
-    variant, _, rest = text.partition(":")
-    seq_len, _, recompute = rest.partition(":")
-    if variant not in VARIANTS or not seq_len.isdigit() or recompute not in RECOMPUTE or _without_eager(variant, recompute):
-        raise argparse.ArgumentTypeError(f"want VARIANT:S:RECOMPUTE, for example ours:4096:none, got {text!r}")
-    return variant, int(seq_len), recompute
+def named_row(text: str) -> Row:
+    """VARIANT:S:RECOMPUTE or VARIANT:S:RECOMPUTE:BATCH"""
+    variant, seq_len, recompute, batch = ([*text.split(":"), "1"] + [""] * 3)[:4]
+    numbers = seq_len.isdigit() and batch.isdigit()
+    if variant not in VARIANTS or not numbers or recompute not in RECOMPUTE or _without_eager(variant, recompute):
+        raise argparse.ArgumentTypeError(f"want VARIANT:S:RECOMPUTE or VARIANT:S:RECOMPUTE:BATCH, for example ours:4096:none, got {text!r}")
+    return Row(variant, int(seq_len), recompute, int(batch))
 
 
-def rows_wanted(args: argparse.Namespace) -> list[tuple[str, int, str]]:
-    """(variant, S, recompute) of every row but those of --longest."""
+def rows_wanted(args: argparse.Namespace) -> list[Row]:
+    """Every row but those of --longest."""
     if args.rows:
         return list(args.rows)
     product = itertools.product(args.recompute, args.variants, args.seq_lens)
-    return [(variant, seq_len, recompute) for recompute, variant, seq_len in product if not _without_eager(variant, recompute)]
+    return [Row(variant, seq_len, recompute, args.batch) for recompute, variant, seq_len in product if not _without_eager(variant, recompute)]
 
 
 def _without_eager(variant: str, recompute: str) -> bool:
@@ -231,11 +242,11 @@ def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
     """All rows, printed and written as they come; the process groups of each are its own."""
     results: list[Result] = []
 
-    def row(variant: str, seq_len: int, recompute: str, ep_group: str, prefetch: int) -> Result:
+    def measured(row: Row, ep_group: str, prefetch: int) -> Result:
         parallel = init_parallel(device, args.ep, 300.0, ep_group == "own")
         check_experts(args.experts, parallel)
-        config = settings(args, variant, seq_len, recompute, ep_group, prefetch)
-        results.append(attempt(args, parallel, config, variant))
+        config = settings(args, row, ep_group, prefetch)
+        results.append(attempt(args, parallel, config, row.variant))
         if parallel.rank == 0:
             print(line(results[-1]), flush=True)
             print_split(results[-1], args.kernels)
@@ -244,12 +255,12 @@ def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
 
     wanted = rows_wanted(args)
     for prefetch, ep_group in itertools.product(args.prefetch, args.ep_groups):
-        for variant, seq_len, recompute in wanted:
-            row(variant, seq_len, recompute, ep_group, prefetch)
-        for variant, recompute in dict.fromkeys((variant, recompute) for variant, _, recompute in wanted) if args.longest else ():
-            seq_len = 2 * max(seq_len for _, seq_len, _ in wanted)
-            while not row(variant, seq_len, recompute, ep_group, prefetch).note:
-                seq_len *= 2
+        for row in wanted:
+            measured(row, ep_group, prefetch)
+        for row in {row.variant + row.recompute: row for row in sorted(wanted, key=lambda row: row.seq_len)}.values() if args.longest else ():
+            longer = row._replace(seq_len=2 * row.seq_len)
+            while not measured(longer, ep_group, prefetch).note:
+                longer = longer._replace(seq_len=2 * longer.seq_len)
     return results
 
 
@@ -258,7 +269,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--seq-lens", nargs="+", type=int, default=[4096], metavar="S", help="tokens of a sequence")
     parser.add_argument("--recompute", nargs="+", default=["none"], choices=RECOMPUTE, help="mhc and cross-layer have no eager variant")
-    parser.add_argument("--rows", nargs="+", type=named_row, metavar="VARIANT:S:RECOMPUTE", help="these, in place of all combinations of the above")
+    parser.add_argument("--rows", nargs="+", type=named_row, metavar="ROW", help="VARIANT:S:RECOMPUTE[:BATCH] each, and no others")
     parser.add_argument("--longest", action="store_true", help="then double the longest of them until it does not fit")
     parser.add_argument("--preset", default="flash", choices=tuple(PRESETS), help="sizes that no other option names")
     parser.add_argument("--ratios", type=integers, default=(0, 4, 128, 4), metavar="N,N,...", help="compress ratio of each layer")
@@ -281,8 +292,8 @@ def main(argv: list[str] | None = None) -> list[Result]:
     args = parser.parse_args(argv)
 
     device = pick_device(args.device)
-    first = settings(args, "ours", args.seq_lens[0], "none")
-    if args.warm and any(variant.startswith("ours") for variant, _, _ in rows_wanted(args)):
+    first = settings(args, Row("ours", args.seq_lens[0], "none", args.batch))
+    if args.warm and any(row.variant.startswith("ours") for row in rows_wanted(args)):
         warm_kernels(first, device)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank == 0:
@@ -290,7 +301,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
             print(", ".join(f"{name} {value}" for name, value in environment().items()))
         model = first.model
         sizes = f"hidden {model.hidden_size}, {model.num_heads} heads x {model.head_dim}, {args.experts} experts of {model.expert_dim}"
-        print(f"layers {args.ratios}, {sizes}, vocabulary {args.vocab}, {args.dtype}, {world} processes, ep {args.ep}, batch {args.batch}\n{HEADER}")
+        print(f"layers {args.ratios}, {sizes}, vocabulary {args.vocab}, {args.dtype}, {world} processes, ep {args.ep}\n{HEADER}")
     results = run(args, device)
     shutdown()
     return results
