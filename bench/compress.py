@@ -1,6 +1,6 @@
 """compress_kv on a GPU: checked against fp64, then timed beside the eager form and torch.compile.
 
-    python -m bench.compress [--tokens 4096 65536] [--csv FILE] [--tune]
+    python -m bench.run compress [--tokens 4096 65536] [--tune]
 
 GB/s count the minimal bytes (kv, gate and the gradient of the result read once, results written once) and stand beside the rate at which
 the same device copies, measured in the same run. Calls are captured in a CUDA graph that goes over several sets of inputs, together larger
@@ -11,7 +11,6 @@ than any cache, so neither launches nor the L2 cache are measured. The backward 
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import statistics
 import sys
@@ -20,6 +19,7 @@ from dataclasses import replace
 
 import torch
 
+from bench.common import Row, copy_rate, print_table
 from reference.cases import relative_error
 from reference.cases.sparse_attn import CompressCase, compress_inputs
 from reference.compress import compress_kv as reference
@@ -57,22 +57,6 @@ def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / 5 / len(calls))
     return statistics.median(times)
-
-
-def copy_rate() -> float:
-    """Bytes read and written a second by a device-to-device copy of 1 GiB; not captured, as a graph copies in another, slower way."""
-    x = torch.randn(2**28, device="cuda")
-    y = torch.empty_like(x)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    rates = []
-    for _ in range(5):
-        start.record()
-        for _ in range(10):
-            y.copy_(x)
-        end.record()
-        end.synchronize()
-        rates.append(20 * x.numel() * 4 / (start.elapsed_time(end) / 1e3))
-    return statistics.median(rates)
 
 
 def minimal_bytes(case: CompressCase) -> tuple[int, int]:
@@ -136,10 +120,7 @@ def autograd_times(fn: Callable[..., torch.Tensor], case: CompressCase, sets: li
     return forward, time_graph([lambda x=x, t=t: both(x, t) for x, t in zip(sets, leaves)]) - forward
 
 
-def run(tokens: Sequence[int], csv_path: str | None) -> None:
-    rate = copy_rate()
-    name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, bf16, D {D}, batch 1; copy {rate / 1e9:.0f} GB/s")
+def measure(tokens: Sequence[int], rate: float) -> list[Row]:
     compiled = torch.compile(lambda *a, **k: compress_kv(*a, **k, impl="eager"), dynamic=False)
     rows = []
     for (ratio, overlap), S in itertools.product(SHAPES, tokens):
@@ -147,30 +128,25 @@ def run(tokens: Sequence[int], csv_path: str | None) -> None:
         sets = input_sets(case)
         forms = {
             "triton": lambda c=case, x=sets: kernel_times(c, x),
-            "eager": lambda c=case, x=sets: autograd_times(lambda *a, **k: compress_kv(*a, **k, impl="eager"), c, x),
+            "reference": lambda c=case, x=sets: autograd_times(lambda *a, **k: compress_kv(*a, **k, impl="eager"), c, x),
             "compile": lambda c=case, x=sets: autograd_times(compiled, c, x),
         }
-        for form, measure in forms.items():
+        for form, timed in forms.items():
             torch.cuda.empty_cache()
             try:
-                times = measure()
+                times = timed()
             except Exception as error:  # a baseline that cannot be captured must not hide the rest
                 print(f"{form}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
                 continue
-            for direction, seconds, count in zip(("fwd", "bwd"), times, minimal_bytes(case)):
-                speed = count / seconds
-                rows.append([ratio, overlap, S, form, direction, round(seconds * 1e6, 2), round(speed / 1e9), round(100 * speed / rate, 1)])
-                print("ratio {:4} overlap {!s:5} S {:6} {:8}{} {:9.2f} us {:6} GB/s {:5} % of copy".format(*rows[-1]), flush=True)
-    if csv_path:
-        with open(csv_path, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["ratio", "overlap", "S", "form", "direction", "us", "GB/s", "% of copy"])
-            writer.writerows(rows)
+            for direction, seconds, count in zip(("forward", "backward"), times, minimal_bytes(case)):
+                op = f"ratio {ratio}{', overlap' if overlap else ''}"
+                rows.append(Row("compress", f"S {S}", "bf16", op, direction, form, True, seconds * 1e3, count, rate))
+    print_table(f"compress_kv, D {D}, bf16, batch 1", rows)
+    return rows
 
 
-def tune(tokens: Sequence[int]) -> None:
+def tune(tokens: Sequence[int], rate: float) -> None:
     shipped = fwd.forward_tiles, bwd.backward_tiles
-    rate = copy_rate()
     for ratio, overlap in SHAPES:
         BR = shipped[0](ratio, D, overlap).BR
         tiles = ((32, 2), (32, 4), (64, 4)) if BR > 16 else ((64, 1), (128, 1), (256, 1))
@@ -184,7 +160,7 @@ def tune(tokens: Sequence[int]) -> None:
                 line = f"tune ratio {ratio} BD {BD} warps {warps} stages {stages} programs {programs}:"
                 for case, x in zip(cases, sets):
                     for direction, s, count in zip(("fwd", "bwd"), kernel_times(case, x), minimal_bytes(case)):
-                        line += f"  S {case.S} {direction} {s * 1e6:.1f} us {100 * count / s / rate:.0f} %"
+                        line += f"  S {case.S} {direction} {s * 1e6:.1f} us {100 * count / s / rate / 1e9:.0f} %"
                 print(line, flush=True)
         del sets
     fwd.forward_tiles, bwd.backward_tiles = shipped
@@ -192,20 +168,18 @@ def tune(tokens: Sequence[int]) -> None:
     bwd.backward_spec.cache_clear()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 65536])
-    parser.add_argument("--csv")
     parser.add_argument("--tune", action="store_true")
-    arguments = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> list[Row]:
     for ratio, overlap in (*SHAPES, (16, True), (128, True), (300, False)):
         case = CompressCase("", ratio, overlap, D=D, B=2, S=1027)
         check(case)
         check(replace(case, D=100))
-    if arguments.tune:
-        tune(arguments.tokens)
-    run(arguments.tokens, arguments.csv)
-
-
-if __name__ == "__main__":
-    main()
+    rate = copy_rate()
+    print(f"copy {rate:.0f} GB/s")
+    if args.tune:
+        tune(args.tokens, rate)
+    return measure(args.tokens, rate)

@@ -13,7 +13,7 @@ import torch
 
 from bench.common import environment, write
 
-BENCHES = ("attn", "indexer", "kl", "mhc")
+BENCHES = ("attn", "compress", "indexer", "kl", "mhc")
 
 
 def main() -> None:
