@@ -143,7 +143,7 @@ def gates_dpre_spec(
     consts = {
         "N": n, "P": triton.next_power_of_2(n), "D": d, "M": m, "L": gate_width(m, scales), "CRMS": crms_rows(scales),
         "ITERS": iters, "H": history(iters, convention, npu, alone=False), "PAPER": convention == "paper", "HAS_DPRE": has_dpre, "PRE_MIX": pre_mix,
-        "BT": block_tokens(n), "R": 128 if npu else 32, "W": 8 if dtype != torch.float32 else 4, "STAGES": 1 if npu else 3, "LOOP": npu,
+        "BT": block_tokens(n), "R": 128 if npu and n <= 4 else 32, "W": 8 if dtype != torch.float32 else 4, "STAGES": 1 if npu else 3, "LOOP": npu,
     }  # fmt: skip
     # the mixes and r, gradients of the coefficients; dz, dp and its pieces, crms, pre or its gradient; streams and dy
     minimal = 4 * (m + 1 + has_dpre * n + (n + n * n if m != n else 0) + (m + scales) + 2 * m + consts["CRMS"] + n)
