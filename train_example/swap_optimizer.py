@@ -59,21 +59,22 @@ def pinned_zeros(rows: int, count: int, device: torch.device) -> Tensor:
         return torch.zeros(rows, count)
     if device.type != "cuda":
         return torch.zeros(rows, count, pin_memory=True)
-    # pin_memory would round every allocation up to a power of two. Whole pages: no other allocation shares one of them
-    wanted, page = rows * count * 4, mmap.PAGESIZE
-    memory = torch.zeros(-(-wanted // page) * page + page, dtype=torch.uint8)
-    pages = memory[-memory.data_ptr() % page :][: -(-wanted // page) * page]
-    if pages.numel() == 0:
+    # pin_memory would round every allocation up to a power of two. A mapping is whole pages, which no other allocation shares, and begins
+    # where its storage does, where torch looks whether a tensor is pinned
+    if rows * count == 0:
         return torch.zeros(rows, count)
-    status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)
+    memory = mmap.mmap(-1, rows * count * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    out = torch.frombuffer(memory, dtype=torch.float32)
+    status = torch.cuda.cudart().cudaHostRegister(out.data_ptr(), out.nbytes, 0)
     if int(status) != 0:
-        raise RuntimeError(f"the host cannot lock {wanted / 2**30:.1f} GiB of memory for the optimizer (cudaHostRegister: error {int(status)})")
-    release = weakref.finalize(memory.untyped_storage(), _unpin, pages.data_ptr(), device)
+        raise RuntimeError(f"the host cannot lock {out.nbytes / 2**30:.1f} GiB of memory for the optimizer (cudaHostRegister: error {int(status)})")
+    release = weakref.finalize(out.untyped_storage(), _unpin, out.data_ptr(), device, memory)
     release.atexit = False  # the process takes its memory with it
-    return pages[:wanted].view(torch.float32).view(rows, count)
+    return out.view(rows, count)
 
 
-def _unpin(pointer: int, device: torch.device) -> None:
+def _unpin(pointer: int, device: torch.device, memory: mmap.mmap) -> None:
+    """Called when the last view is gone; `memory` is held until here."""
     torch.cuda.synchronize(device)  # a copy may still be under way
     torch.cuda.cudart().cudaHostUnregister(pointer)
 
