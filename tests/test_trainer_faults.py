@@ -23,7 +23,7 @@ from train_example import train as trainer
 from train_example.metrics import read_metrics
 from train_example.train import connection_lost, main
 
-STEP_TIMEOUT = 6  # seconds
+STEP_TIMEOUT = 8  # seconds; far above what a step takes, or a busy machine would end the runs early
 STEPS = 100_000
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL between two GPUs; needs both")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])]
