@@ -134,6 +134,21 @@ def test_chunks_of_queries(kernel_device, monkeypatch, take, name):
         check(case, kernel_device, torch.float32, **take(form))
 
 
+@pytest.mark.parametrize("name", ["swa_pack", "cfa_pack", "scfa"])
+def test_queries_of_a_tile_shared_out(kernel_device, monkeypatch, take, name):
+    """Three programs a tile of keys, where a device of this size would start one: their sums are added up."""
+    from sparse_attn.shared_kv import bwd
+
+    poison_empty(monkeypatch)
+    cores = bwd.device_properties(kernel_device).cube_cores
+    monkeypatch.setattr(bwd, "WAVES", {0: 3.5 / cores, 2: 3.5 / cores})
+    shared = []
+    monkeypatch.setattr("kernel_runtime.launch.LAUNCH_OBSERVERS", [lambda spec, arguments: shared.append(spec.consts.get("SPLIT"))])
+    case = next(c for c in ATTENTION_CASES if c.name == name)
+    check(case, kernel_device, torch.float32, **take("dense"))
+    assert True in shared and False not in shared
+
+
 def test_list_longer_than_a_block_of_indices(kernel_device, monkeypatch, take):
     poison_empty(monkeypatch)
     for form in ("rows", "dense"):

@@ -204,7 +204,7 @@ def _add_range(
         return
     tiles = range_spec(q.dtype, N, D, column, listed, False, npu).consts
     tasks = triton.cdiv(keys, tiles["BM"]) * triton.cdiv(D, tiles["BD"])
-    splits = 1 if npu else max(1, min(count, WAVES[column] * device_properties(q.device).cube_cores // tasks))
+    splits = 1 if npu else max(1, min(count, int(WAVES[column] * device_properties(q.device).cube_cores) // tasks))
     target = dkv if splits == 1 else torch.empty((splits, *dkv.shape), dtype=dkv.dtype, device=dkv.device)
     grid = (grid_size(q.device, tasks * splits, npu),)
     range_spec(q.dtype, N, D, column, listed, splits > 1, npu).launch(
