@@ -131,7 +131,7 @@ def test_finite_differences_of_the_loss(target, dense):
         direction = normal(*leaves[i].shape)
         direction = grads[i] / grads[i].norm() + direction / direction.norm()
         slope = (grads[i].double() * direction.double()).sum().item()
-        step = 3e-3 * leaves[i].detach().norm().item()
+        step = 1e-3 * leaves[i].detach().norm().item()
         ends = [loss([x + s * step * direction if i == j else x for j, x in enumerate(leaves)]).double().item() for s in (1, -1)]
         noise = 2e-6 * abs(ends[0]) / step
         assert abs((ends[0] - ends[1]) / (2 * step) - slope) <= 1e-2 * abs(slope) + noise and noise < 1e-2 * abs(slope), name

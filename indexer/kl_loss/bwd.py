@@ -29,9 +29,12 @@ def scale_kernel(x, scale, out, tail, tasks, B: tl.constexpr):
     factor = tl.load(scale)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         first = tl.cast(task, tl.int64) * B  # from here on 32 bits
-        on = place < tl.where(task == tasks - 1, tail, B)
-        value = tl.load(x + first + place, mask=on, other=0.0).to(tl.float32) * factor
-        tl.store(out + first + place, value.to(out.dtype.element_ty), mask=on)
+        if task < tasks - 1:  # with a mask, elements would be moved one at a time
+            value = tl.load(x + first + place).to(tl.float32) * factor
+            tl.store(out + first + place, value.to(out.dtype.element_ty))
+        else:
+            value = tl.load(x + first + place, mask=place < tail, other=0.0).to(tl.float32) * factor
+            tl.store(out + first + place, value.to(out.dtype.element_ty), mask=place < tail)
 
 
 @cache

@@ -2,8 +2,9 @@
 
 A task is a query; for the teacher a launch takes one block of heads of all. On a GPU a program has one task, on Ascend as many programs as
 cores take them in turn (LOOP). Rows of k and cmp_kv are gathered in tiles of slots, which are the rows of the products; heads are the columns,
-so that the sum over heads stays within a few threads. A slot that is not valid reads the first row in place of its own, which is cheaper than
-a mask; what stands at such a slot, or past the last valid one, where nothing is written, means nothing: `loss_of_row` reads valid slots alone.
+so that the sum over heads stays within a few threads. A slot that is not valid reads the query's last visible row in place of its own, which
+is cheaper than a mask (were it one row for all queries, they would queue for it). What stands at such a slot, or past the last valid one,
+where nothing is written, means nothing: `loss_of_row` reads valid slots alone.
 """
 
 from functools import cache
@@ -55,7 +56,7 @@ def scores_of_query(
     for j in tl.range(0, used, BS, num_stages=STAGES):
         index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
         on = (index >= 0) & (index < count)
-        index = tl.where(on, index, 0)
+        index = tl.where(on, index, count - 1)
         rows_of_keys = keys + index[:, None] * D + d[None, :]  # 32 bits: the keys of one batch entry have fewer than 2^31 channels
         if ASCEND:  # its older compiler takes no gather without a mask
             block = tl.load(rows_of_keys, mask=on[:, None] & (d < D)[None, :], other=0.0)
@@ -99,7 +100,7 @@ def slot_logits(
 ):  # fmt: skip
     """scale * (q . cmp_kv) [BS, HB] of a tile of slots; D channels in SPLIT pieces of at most C."""
     c = tl.arange(0, C)
-    tile = keys + tl.where(on, index, 0)[:, None] * D + c[None, :]
+    tile = keys + index[:, None] * D + c[None, :]
     if ASCEND | (D != C * SPLIT):
         z = product(tl.load(tile, mask=on[:, None] & (c < D)[None, :], other=0.0), q_left, tl.zeros([BS, HB], tl.float32))
         if SPLIT == 2:
@@ -142,7 +143,7 @@ def teacher_of_query(
         for j in tl.range(0, used, BS, num_stages=STAGES):
             index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
             on = (index >= 0) & (index < count)
-            z = slot_logits(keys, index, on, q_left, q_right, scale2, D, C, SPLIT, BS, HB)
+            z = slot_logits(keys, tl.where(on, index, count - 1), on, q_left, q_right, scale2, D, C, SPLIT, BS, HB)
             z = tl.where(on[:, None], z, float("-inf"))
             higher = tl.maximum(top, tl.max(z, 0))
             shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -156,7 +157,7 @@ def teacher_of_query(
     for j in tl.range(0, used, BS, num_stages=STAGES):
         index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
         on = (index >= 0) & (index < count)
-        z = slot_logits(keys, index, on, q_left, q_right, scale2, D, C, SPLIT, BS, HB)
+        z = slot_logits(keys, tl.where(on, index, count - 1), on, q_left, q_right, scale2, D, C, SPLIT, BS, HB)
         into = teacher + row * K + j + n
         before = tl.load(into, mask=(j + n < K) & (h0 > 0), other=0.0)
         tl.store(into, before + tl.sum(tl.exp2(z - lse2[None, :]), 1) / N, mask=j + n < K)
