@@ -52,8 +52,8 @@ def gates_bwd_kernel(
     store_block(dmixes + row * M, live, z_pre, z_post, z_comb, M, N, P, BT)
 
 
-@triton.jit
-def _reduce_partial(partial, dscale, dbase, G, M: tl.constexpr, C: tl.constexpr, BG: tl.constexpr):
+@triton.jit(do_not_specialize=["G"])
+def reduce_partial_kernel(partial, dscale, dbase, G, M: tl.constexpr, C: tl.constexpr, BG: tl.constexpr):
     """partial [G, M + 3] -> dbase [M] (the first columns), dscale [3] (the rest); C columns a program"""
     c = tl.program_id(0) * C + tl.arange(0, C)
     g = tl.arange(0, BG)
@@ -64,19 +64,6 @@ def _reduce_partial(partial, dscale, dbase, G, M: tl.constexpr, C: tl.constexpr,
     total = tl.sum(acc, 0)
     tl.store(dbase + tl.minimum(c, M - 1), total, mask=c < M)
     tl.store(dscale + tl.minimum(tl.maximum(c - M, 0), 2), total, mask=(c >= M) & (c < M + 3))
-
-
-@triton.jit(do_not_specialize=["G"])
-def reduce_partial_kernel(partial, dscale, dbase, G, M: tl.constexpr, C: tl.constexpr, BG: tl.constexpr):
-    _reduce_partial(partial, dscale, dbase, G, M, C, BG)
-
-
-@triton.jit(do_not_specialize=["G"])
-def reduce_partial_early_kernel(partial, dscale, dbase, G, M: tl.constexpr, C: tl.constexpr, BG: tl.constexpr):
-    """Hopper: placed on the multiprocessors while the kernel before still runs (programmatic dependent launch), and waits there for its
-    end, memory included; hides 0.5 to 1 us of the launch"""
-    tl.extra.cuda.gdc_wait()
-    _reduce_partial(partial, dscale, dbase, G, M, C, BG)
 
 
 @cache
@@ -98,29 +85,22 @@ def backward_spec(n: int, iters: int, convention: str, npu: bool = False) -> Spe
 
 
 @cache
-def reduce_spec(n: int, npu: bool = False, hopper: bool = False) -> Spec:
+def reduce_spec(n: int, npu: bool = False) -> Spec:
     """A GPU takes one column a program and many rows at once, an NPU rows of all columns."""
     m = mix_columns(n)
     columns = padded(m + 3) if npu else 1
     return Spec(
-        reduce_partial_early_kernel if hopper else reduce_partial_kernel,
+        reduce_partial_kernel,
         types={"partial": "*fp32", "dscale": "*fp32", "dbase": "*fp32", "G": "i32"},
         consts={"M": m, "C": columns, "BG": REDUCE_TILE // columns},
-        targets=("ascend",) if npu else ("cuda",) if hopper else ("cuda", "hip"),
-        options={"launch_pdl": True} if hopper else {},
-        arch=90 if hopper else None,
+        targets=("ascend",) if npu else ("cuda", "hip"),
     )
-
-
-@cache
-def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def reduce_partial(partial: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """dscale [3], dbase [M] from the rows that store_partial wrote, partial [G, M + 3] fp32; zeros for G = 0."""
     dscale, dbase = partial.new_empty(3), partial.new_empty(mix_columns(n))
-    spec = reduce_spec(n, partial.device.type == "npu", _hopper(partial.device))
+    spec = reduce_spec(n, partial.device.type == "npu")
     spec.launch((cdiv(mix_columns(n) + 3, spec.consts["C"]),), partial, dscale, dbase, partial.shape[0])
     return dscale, dbase
 
@@ -151,4 +131,3 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     for npu in (False, True):
         yield backward_spec(n, shape.sinkhorn_iters, "v4", npu)
         yield reduce_spec(n, npu)
-    yield reduce_spec(n, hopper=True)

@@ -85,30 +85,26 @@ def history(iters: int, convention: str, npu: bool, alone: bool = True) -> int:
 def _bwd_unrolled(logits, dm, on, eps, ITERS: tl.constexpr):
     soft = _softmax_start(logits, on, eps)
     m = tl.where(on, soft + eps, 0.0)
-    c = _columns(m, on, eps)
-    over = 1.0 / c
+    over = 1.0 / _columns(m, on, eps)
     m = m * over[:, None, :]
-    # sums and their reciprocals, in the order of the iteration: no division on the way back
-    sums = (c,)
+    # 1 / sum in the order of the iteration; keeping the sums as well would save the divisions below and costs more, in registers
     overs = (over,)
     for _ in tl.static_range(1, ITERS):
-        r = _rows(m, on, eps)
-        over = 1.0 / r
+        over = 1.0 / _rows(m, on, eps)
         m = m * over[:, :, None]
-        sums = sums + (r,)
         overs = overs + (over,)
-        c = _columns(m, on, eps)
-        over = 1.0 / c
+        over = 1.0 / _columns(m, on, eps)
         m = m * over[:, None, :]
-        sums = sums + (c,)
         overs = overs + (over,)
     # m = a / s with s = sum(a) + eps along one index: da = (dm - sum(dm * m)) / s, and a = m * s
     g = tl.where(on, dm, 0.0)
     for j in tl.static_range(ITERS - 1):
-        g = (g - tl.sum(g * m, 1)[:, None, :]) * overs[2 * (ITERS - 1 - j)][:, None, :]
-        m = m * sums[2 * (ITERS - 1 - j)][:, None, :]
-        g = (g - tl.sum(g * m, 2)[:, :, None]) * overs[2 * (ITERS - 1 - j) - 1][:, :, None]
-        m = m * sums[2 * (ITERS - 1 - j) - 1][:, :, None]
+        over = overs[2 * (ITERS - 1 - j)]
+        g = (g - tl.sum(g * m, 1)[:, None, :]) * over[:, None, :]
+        m = m * (1.0 / over)[:, None, :]
+        over = overs[2 * (ITERS - 1 - j) - 1]
+        g = (g - tl.sum(g * m, 2)[:, :, None]) * over[:, :, None]
+        m = m * (1.0 / over)[:, :, None]
     g = (g - tl.sum(g * m, 1)[:, None, :]) * overs[0][:, None, :]
     g = tl.where(on, g, 0.0)
     return soft * (g - tl.sum(g * soft, 2)[:, :, None])
