@@ -313,6 +313,7 @@ def check_buffers_equal(model: nn.Module) -> None:
             raise RuntimeError(f"buffer {name} is not the same on every rank")
 
 
+@torch.no_grad()  # to_local is a plain attribute then
 def gradient_sumsq(params: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
     """Squared gradient norm of the dense and of the expert parameters, each summed over this rank's shards: two fp32 scalars.
 
@@ -335,6 +336,7 @@ def gradient_sumsq(params: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
     return tuple(torch.nn.utils.get_total_norm(group).square() if group else zero for group in shards)
 
 
+@torch.no_grad()
 def scale_gradients(params: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every local gradient shard by `factor`, whatever its mesh."""
     grads = [param.grad for param in params if param.grad is not None]
