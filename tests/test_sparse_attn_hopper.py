@@ -36,6 +36,14 @@ CASES = (
     case("cfa_64", "cfa", 64, 512, S=299, cmp_ratio=2, window=128),
     case("cfa_16_pack", "cfa", 16, 512, docs_q=(30, 0, 70), docs_ori=(90, 20, 171), cmp_ratio=2, window=50),
     case("cfa_128_offset", "cfa", 128, 512, FP16, S=77, S2=301, q_offset=(180,), cmp_ratio=1, window=20),
+    # short ranges, where the dense forward takes over: tiles that cut queries apart, steps that documents break, padded heads
+    case("cfa_64_dense", "cfa", 64, 512, S=301, B=2, cmp_ratio=10, window=128),
+    case("cfa_20_dense", "cfa", 20, 512, S=203, B=2, cmp_ratio=7, window=100, sinks="none"),
+    case("cfa_128_dense_fp16", "cfa", 128, 512, FP16, S=99, S2=201, q_offset=(80,), cmp_ratio=7, window=128),
+    case("swa_20_dense_pack", "swa", 20, 512, docs_q=(37, 0, 131, 2, 1), docs_ori=(240, 3, 131, 77, 0), window=33, sinks="extreme"),
+    case("cfa_3_dense_pack", "cfa", 3, 512, docs_q=(97, 0, 131, 2), cmp_ratio=8, window=128, sinks="extreme"),
+    case("cfa_16_dense_d256", "cfa", 16, 256, FP16, docs_q=(30, 0, 70), docs_ori=(90, 20, 171), cmp_ratio=10, window=50),
+    case("swa_16_dense_d256", "swa", 16, 256, S=141, q_offset=-9, B=2, window=128),
     case("scfa_16_d256", "scfa", 16, 256, FP16, S=131, K=70, window=45),
     case("scfa_64_d256", "scfa", 64, 256, S=131, K=40, window=130, q_offset=-9),
     case("cfa_20_d128", "cfa", 20, 128, S=200, B=2, cmp_ratio=3, window=70),
@@ -137,12 +145,12 @@ def test_chunks_of_queries(monkeypatch, poisoned):
 @pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
 def test_rows_that_no_query_sees_are_not_read(mode, poisoned):
     """NaN in every key after the last query and in every entry that is not visible to any: neither may reach a result."""
-    one = AttentionCase("unseen", mode, N=64, D=512, B=1, S=70, S2=150, q_offset=3, K=40, window=40)
+    one = AttentionCase("unseen", mode, N=64, D=512, B=1, S=70, S2=150, q_offset=3, K=40, cmp_ratio=5, window=40)
     inputs, dout = make(one, BF16)
     want = expected(inputs, dout, mode)
     inputs["ori_kv"][:, 73:] = torch.nan
     if mode != "swa":
-        inputs["cmp_kv"][:, 73 // 4 :] = torch.nan
+        inputs["cmp_kv"][:, 73 // 5 :] = torch.nan
     for deterministic in (False, True):
         check(run(inputs, one, dout, deterministic), want, BF16)
 

@@ -17,6 +17,8 @@ from sparse_attn.shared_kv.fwd import ALL, NONE, SELECTED, mode_of
 from sparse_attn.shared_kv.hopper import DTYPES, HEAD_DIMS
 from sparse_attn.shared_kv.hopper.bwd_kernel import hopper_bwd_kernel
 from sparse_attn.shared_kv.hopper.core import HEADS, used_of, used_spec
+from sparse_attn.shared_kv.hopper.dense import dense_supports
+from sparse_attn.shared_kv.hopper.dense_fwd import dense_forward_spec
 from sparse_attn.shared_kv.hopper.fwd import forward_spec
 from sparse_attn.shared_kv.hopper.owner_sum import (
     LIST_SLOTS,
@@ -35,7 +37,6 @@ from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
 
 BN = 32  # keys of a tile
 CHUNK_BYTES = 3 << 29  # partial rows of a chunk of queries
-LOOP = True  # a program works through many tasks; False starts a program a task (NOTES.md says what is expected of it)
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -56,6 +57,11 @@ def delta_spec(dtype: torch.dtype, D: int) -> Spec:
     return Spec(delta_kernel, types=types, consts={"D": D, "BM": 16}, targets=("cuda",))
 
 
+def loops(mode: int, partial: bool) -> bool:
+    """Whether a program works through many tasks, or every task gets its own: measured, see NOTES_hopper.md."""
+    return not partial and mode != ALL
+
+
 @cache
 def backward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, partial: bool) -> Spec:
     x = f"*{TRITON_DTYPE[dtype]}"
@@ -67,13 +73,13 @@ def backward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, partial: 
             "delta": "*fp32", "dq": x, "dori": target, "dcmp": target,
             **dict.fromkeys(("row0", "count", "tasks", "K", "ori_slots", "cmp_slots", "zero"), "i32"), "scale": "fp32",
         },
-        consts={"N": N, "D": D, "COMPRESSED": compressed, "BN": BN, "PARTIAL": partial, "LOOP": LOOP},
+        consts={"N": N, "D": D, "COMPRESSED": compressed, "BN": BN, "PARTIAL": partial, "LOOP": loops(compressed, partial)},
         targets=("cuda",),
     )  # fmt: skip
 
 
-def programs(tasks: int, device: torch.device) -> int:
-    return min(tasks, device_properties(device).cube_cores) if LOOP else tasks
+def programs(mode: int, partial: bool, tasks: int, device: torch.device) -> int:
+    return min(tasks, device_properties(device).cube_cores) if loops(mode, partial) else tasks
 
 
 def chunk_of(rows: int, row_bytes: int, wave: int) -> int:
@@ -113,7 +119,7 @@ def attention_bwd(
         inputs = (q, ori_kv, cmp, indices, places, used, dout, lse, delta, dq)
         if not deterministic:
             tasks = rows * groups
-            spec.launch((programs(tasks, q.device),), *inputs, dori, dcmp if mode != NONE else dori, 0, rows, tasks, K, 0, 0, 0, scale)
+            spec.launch((programs(mode, False, tasks, q.device),), *inputs, dori, dcmp if mode != NONE else dori, 0, rows, tasks, K, 0, 0, 0, scale)
         else:
             ori_slots = ori_kv.shape[-2] if window is None else min(window, ori_kv.shape[-2])
             cmp_slots = K if mode == SELECTED else cmp.shape[-2] if mode == ALL else 0
@@ -144,7 +150,7 @@ def _partial_sums(
         if mode == SELECTED and row0 % listed == 0:
             starts, order = owner_lists(indices, places, row0, min(listed, rows - row0), chunk, K, dcmp.shape[0])
         tasks = count * groups
-        spec.launch((programs(tasks, device),), *inputs, part_ori, part_cmp, row0, count, tasks, K, ori_slots, cmp_slots, 0, scale)
+        spec.launch((programs(mode, True, tasks, device),), *inputs, part_ori, part_cmp, row0, count, tasks, K, ori_slots, cmp_slots, 0, scale)
         range_sum(part_ori, places, ori_bounds, dori, row0, 0)
         if mode == ALL:
             range_sum(part_cmp, places, cmp_bounds, dcmp, row0, 2)
@@ -164,8 +170,13 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     yield probs_spec(dtype, N, D)
     yield delta_spec(dtype, D)
     yield sink_gradient_spec(N)
+    dense = dense_supports(D, shape.window, 0)
+    if dense:
+        yield dense_forward_spec(dtype, N, D, False, True)
+        yield dense_forward_spec(dtype, N, D, True, True)
     for mode in (NONE, ALL, SELECTED):
-        yield forward_spec(dtype, N, D, mode, True)
+        if mode != NONE or not dense:
+            yield forward_spec(dtype, N, D, mode, True)
         for partial in (False, True):
             yield backward_spec(dtype, N, D, mode, partial)
     for column in (0, 2):

@@ -42,6 +42,7 @@ from kernel_runtime.device import device_properties
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.fwd import SELECTED, mode_of
 from sparse_attn.shared_kv.hopper.core import HEADS, copy_layout_for, load_ranges, new_barrier, tile_keys, used_of
+from sparse_attn.shared_kv.hopper.dense import dense_supports
 from sparse_attn.shared_kv.places import places_of
 
 BN = 64  # keys of a tile
@@ -336,6 +337,11 @@ def attention_fwd(
     if not rows:
         return out, lse, probs
     places = places_of(q, ori_kv, cmp_kv, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, cmp_ratio, window)
+    if mode != SELECTED and dense_supports(D, window, 0 if cmp_kv is None else cmp_kv.shape[-2]):
+        from sparse_attn.shared_kv.hopper.dense_fwd import dense_forward
+
+        dense_forward(q, ori_kv, cmp_kv, sinks, places, out, lse, scale)
+        return out, lse, probs
     # a tensor that the mode does not read is stood in for by another of its type
     q, ori_kv = q.contiguous(), ori_kv.contiguous()
     cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
