@@ -19,7 +19,7 @@ ASCEND = tl.constexpr(ON_ASCEND)
 
 @triton.jit
 def relu(x):
-    """max(x, 0). A NaN stays one, as in the reference; on Ascend, where that would cost a comparison, it is what the hardware makes of it."""
+    """max(x, 0). A NaN stays one, as in reference/indexer.py; on Ascend, where that would cost a comparison, it is what the hardware makes of it."""
     if ASCEND:
         return tl.maximum(x, 0.0)
     else:
