@@ -189,3 +189,34 @@ def test_layout_of_scratch():
     for i, piece in enumerate(pieces):
         piece.fill_(i)
     assert [p.unique().tolist() for p in pieces] == [[0], [], [2], [3]]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_results_are_those_of_tritons_path(monkeypatch):
+    """Bit for bit, with every launch of the second pass direct, on a stream of its own and under forbid_compile."""
+    import mhc_ops
+    from kernel_runtime import forbid_compile, record
+    from kernel_runtime.direct import supported
+    from kernel_runtime.launch import Spec
+    from reference.cases.mhc import MhcShape, make_inputs
+    from tests.op_checks import gradients
+
+    if not supported():
+        pytest.skip("this version of Triton is launched through its own path")
+    inputs = list(make_inputs("hc_post_pre", MhcShape(1, 77, 4, 256), device="cuda").values())
+    function = lambda *t: mhc_ops.hc_post_pre(*t, impl="triton")  # noqa: E731 - used twice
+    with monkeypatch.context() as patch:
+        patch.setattr(Spec, "launch", lambda self, grid, *args: self.kernel[tuple(grid)](*args, **self.keywords))
+        want = gradients(function, inputs)
+    with record() as recording:
+        gradients(function, inputs)
+    assert len(recording.specs) == 6 and not recording.mismatches
+    for spec in recording.specs:
+        assert spec.direct is not None and spec.direct.known, spec.name
+        monkeypatch.setattr(type(spec.kernel), "run", None)  # Triton's path
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()), forbid_compile("error"):
+        got = gradients(function, inputs)
+    torch.cuda.synchronize()
+    for g, w in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        assert torch.equal(g, w)
