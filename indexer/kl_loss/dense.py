@@ -318,7 +318,7 @@ def dense_teacher_spec(
     columns = max(block * (2 if npu and not own_lse else 1), 32 if dtype == torch.float32 else ASCEND_COLUMNS if npu else COLUMNS)
     # two vectors a column are held through the loop of lse; the teacher's tile of 256 columns is one of Ascend alone
     tile = ASCEND_KEYS if npu else 32 if dtype == torch.float32 else TEACHER_KEYS
-    if dtype != torch.float32 and (columns > 128 or (own_lse and not npu)):
+    if dtype != torch.float32 and (columns > 128 or (own_lse and (columns > 64 or not npu))):
         tile //= 2
     tensors = ("q", "cmp_kv", "span", "lse") if own_lse else ("q", "cmp_kv", "lse", "span", "teacher")
     kinds = {"q": f"*{name}", "cmp_kv": f"*{name}", "lse": "*fp32", "span": "*i32", "teacher": "*fp32"}
