@@ -51,7 +51,7 @@ def worker(args: argparse.Namespace) -> None:
     import triton
 
     from kernel_runtime import record
-    from kernel_runtime.plan import plan_for
+    from kernel_runtime.plan import Plan, plan_for
     from kernel_runtime.warmup import warmup
     from train_example.model import DeepSeekV4, fp32_islands
 
@@ -79,7 +79,7 @@ def worker(args: argparse.Namespace) -> None:
         time.sleep(0.005)
     times["ready"] = time.time()
     figures: dict[str, Any] = {"warmup": None}
-    plan = plan_for(config, args.dtype)
+    plan = Plan.from_json(args.plan.read_text()) if args.plan else plan_for(config, args.dtype)
     if args.warmup:
         report = warmup(plan, "cuda")
         figures["warmup"] = {
@@ -126,6 +126,7 @@ def run_case(name: str, args: argparse.Namespace, folder: Path, warm: bool) -> d
         command = [
             sys.executable, __file__, "--worker", "--processes", str(args.processes), "--meet", meet, "--model", args.model, "--dtype",
             args.dtype, "--length", str(args.length), "--batch", str(args.batch), "--impl", args.impl, *(["--warmup"] if warm else []),
+            *(["--plan", str(args.plan.resolve())] if args.plan else []),
         ]  # fmt: skip
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
         started = []
@@ -160,6 +161,7 @@ def main() -> int:
     parser.add_argument("--model", default="flash", choices=("tiny", "flash", "pro"), help="sizes of the kernels")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"), help="of the streams")
     parser.add_argument("--impl", default="auto", choices=("auto", "triton"), help="of the ops")
+    parser.add_argument("--plan", type=Path, help="a plan in JSON in place of the configuration's")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence in the first step")
     parser.add_argument("--batch", type=int, default=1, help="sequences a process")
     parser.add_argument("--cases", nargs="+", default=["cold", "cold+warmup", "warm", "ahead"], help="which to run, in this order")
