@@ -43,9 +43,7 @@ def check_stream_tensor(op: str, name: str, x: torch.Tensor) -> None:
     check_streams(op, name, x.shape[-2])
 
 
-def check_coefficient(
-    op: str, name: str, value: torch.Tensor, shape: Sequence[int | str | None], like_name: str, like: torch.Tensor
-) -> None:
+def check_coefficient(op: str, name: str, value: torch.Tensor, shape: Sequence[int | str | None], like_name: str, like: torch.Tensor) -> None:
     """A parameter or coefficient beside `like`: fp32 (fp64 exactly where `like` is fp64), of this shape, on its device."""
     check_dtype(op, name, value, (coefficient_dtype(like),))
     check_shape(op, name, value, shape)
@@ -97,9 +95,7 @@ def _check_expansion(op: str, f: torch.Tensor, x: torch.Tensor, post: torch.Tens
     check_coefficient(op, "comb", comb, [*lead, n, n], "x", x)
 
 
-def _check_site(
-    op: str, x: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, pre_mix: torch.Tensor | None
-) -> None:
+def _check_site(op: str, x: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, pre_mix: torch.Tensor | None) -> None:
     check_stream_tensor(op, "x", x)
     *lead, n, d = x.shape
     check_coefficient(op, "fn", fn, [mix_columns(n), n * d], "x", x)

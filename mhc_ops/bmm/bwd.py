@@ -58,9 +58,7 @@ def backward_spec(op: str, dtype: torch.dtype, n: int, d: int, npu: bool) -> Spe
     p = triton.next_power_of_2(n)
     if npu:
         consts = {"N": n, "D": d, "P": p, "BD": min(ascend.block_d(op, p), triton.next_power_of_2(d))}
-        return Spec(
-            ascend.KERNELS[op], types={**types, "T": "i32"}, consts=consts, hot=True, targets=("ascend",), tokens=1, minimal_bytes=minimal
-        )
+        return Spec(ascend.KERNELS[op], types={**types, "T": "i32"}, consts=consts, hot=True, targets=("ascend",), tokens=1, minimal_bytes=minimal)
     sizes, warps = tile(dtype, n, d)
     consts = {"N": n, "D": d, **({"P": p} if op == "pre" else {}), **sizes}
     return Spec(KERNELS[op], types, consts, num_warps=warps, hot=True, targets=("cuda", "hip"), tokens=1, minimal_bytes=minimal)

@@ -77,9 +77,7 @@ def forward_spec(op: str, dtype: torch.dtype, n: int, d: int, npu: bool) -> Spec
     )
 
 
-def _forward(
-    op: str, coefficient: torch.Tensor, tensor: torch.Tensor, lead: torch.Size, streams: bool, n: int, npu: bool | None
-) -> torch.Tensor:
+def _forward(op: str, coefficient: torch.Tensor, tensor: torch.Tensor, lead: torch.Size, streams: bool, n: int, npu: bool | None) -> torch.Tensor:
     coefficient, tensor = coefficient.contiguous(), tensor.contiguous()
     d = tensor.shape[-1]
     out = torch.empty((*lead, n, d) if streams else (*lead, d), dtype=tensor.dtype, device=tensor.device)

@@ -24,8 +24,7 @@ def _backward(dh, x, fn, scale, base, mixes, rstd, *options):
 
 
 FORWARD = OPS.register(
-    "head_fwd(Tensor x, Tensor fn, Tensor scale, Tensor base, float hc_eps, float norm_eps, str impl)"
-    " -> (Tensor h, Tensor mixes, Tensor rstd)",
+    "head_fwd(Tensor x, Tensor fn, Tensor scale, Tensor base, float hc_eps, float norm_eps, str impl) -> (Tensor h, Tensor mixes, Tensor rstd)",
     fake=_forward_fake,
     eager=_forward,
     triton="mhc_ops.head.fwd:head_fwd",

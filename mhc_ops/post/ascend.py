@@ -79,9 +79,7 @@ def expand_bwd_token(
 
 
 @triton.jit(do_not_specialize=["T"])
-def post_bwd_ascend_kernel(
-    dout, f, x, post, comb, df, dx, dpost, dcomb, T, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr
-):
+def post_bwd_ascend_kernel(dout, f, x, post, comb, df, dx, dpost, dcomb, T, N: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr):
     pid = tl.program_id(0)
     for step in range(tl.cdiv(T - pid, tl.num_programs(0))):
         t = (pid + step * tl.num_programs(0)).to(tl.int64)

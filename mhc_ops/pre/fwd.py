@@ -112,9 +112,7 @@ class Gates(NamedTuple):
 
 
 @lru_cache(PLANS)
-def gates_plan(
-    device: torch.device, dtype: torch.dtype, shape: torch.Size, iters: int, convention: str, pre_mix: bool, collapse: bool
-) -> Gates:
+def gates_plan(device: torch.device, dtype: torch.dtype, shape: torch.Size, iters: int, convention: str, pre_mix: bool, collapse: bool) -> Gates:
     """shape of the streams [..., N, D]"""
     *lead, n, d = shape
     spec = gates_collapse_spec(dtype, n, d, iters, convention, pre_mix, collapse, device.type == "npu")
