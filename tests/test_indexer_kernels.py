@@ -139,6 +139,20 @@ def test_infinite_and_signed_zero_scores(kernel_device):
     check_selection(case, kernel_device, inputs)
 
 
+def test_nan_scores_are_selected_and_stay_nan(kernel_device, monkeypatch):
+    """A NaN is not hidden by the relu: its block comes before all others, so that the error shows."""
+    poison_empty(monkeypatch)
+    case = long_case(140, 50)
+    inputs = whole(cases.make_indexer(case, device=kernel_device))
+    inputs["q"] = inputs["q"].abs() + 1
+    inputs["weights"][:] = 1
+    inputs["k"][:, ::5] = torch.nan
+    indices, scores = lightning_indexer(**inputs, topk=50, **cases.layout(case, kernel_device), impl="triton")
+    for row, values in zip(indices[0], scores[0]):
+        assert row.unique().numel() == 50 and row.min() >= 0 and row.max() < 140
+        assert {*row[values.isnan()].tolist()} == {*range(0, 140, 5)} and not values[28:].isnan().any()
+
+
 def gradients(case, device, inputs, deterministic, impl):
     """Gradients of q, k, weights for one random cotangent of the scores, a third of it zero."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}

@@ -101,7 +101,7 @@ def select_kernel(
         # the next number above it, as zero is the usual tie; after 16 steps bisection of the bits, which always ends.
         sums, squares = tl.reduce((x, x * x), 1, _add_pairs)
         sums, squares = tl.reduce((sums, squares), 0, _add_pairs)
-        many = total.to(tl.float32)
+        many = tl.maximum(total, 1).to(tl.float32)
         mean = sums / many
         deviation = tl.sqrt(tl.maximum(squares / many - mean * mean, 0.0))
         wanted = _quantile(1.0 - K / many)
@@ -233,7 +233,7 @@ def order_kernel(
         if QUICK:
             top = tl.max(tl.where(held, x, float("-inf")), 0)
             bottom = tl.min(tl.where(held, x, float("inf")), 0)
-            level = (top - x) * ((LEVELS - 1.0) / (top - bottom))
+            level = (top - x) * ((LEVELS - 1.0) / tl.where(top > bottom, top - bottom, 1.0))
             level = tl.where((level >= 0.0) & (level <= LEVELS - 1.0) & held, level, LEVELS - 1.0)  # also where it is NaN
             packed = sort_ascending(_spread((level.to(tl.int32) * P | slot) ^ LOWEST, P, W), P, LOG)
             # empty places have the last level and the last slots, and stay behind
