@@ -140,7 +140,8 @@ def compile_ahead(
     """Fills a cache folder for `target` ("sm_90", "gfx942") with no device; a process with such a device then compiles nothing.
 
     The same Triton version and the same source files are needed on both sides (see `explain_key`); the folder may be moved or mounted
-    elsewhere, warmup adopts it. `jobs` processes share the work. ValueError for an unknown target or one of Ascend.
+    elsewhere, warmup adopts it. `jobs` processes share the work; more than one are spawned, so a script that calls this needs the usual
+    `if __name__ == "__main__"`. ValueError for an unknown target or one of Ascend.
     """
     from kernel_runtime.targets import parse_target
 
