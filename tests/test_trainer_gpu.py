@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def start(out: Path, processes: int, *settings: str) -> subprocess.Popen[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     command = [sys.executable, *launcher, "-m", "train_example.train", "--out", str(out), "--dtype", "bf16", "--deterministic", *LAYERS, *settings]
-    once = ["--eval-every", "0", "--save-every", "0", "--seq-len", "64", "--warmup-steps", "2", "--lr", "1e-3"]
+    once = ["--eval-every", "0", "--save-every", "0", "--seq-len", "64", "--warmup-steps", "2", "--lr", "2e-4"]
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     return subprocess.Popen([*command, *once], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

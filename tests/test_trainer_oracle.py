@@ -90,7 +90,6 @@ def test_eager_on_the_cpu(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("impl", ["eager", "triton"])
+@pytest.mark.parametrize(("impl", "dtype"), [("eager", "bf16"), ("triton", "fp32"), ("triton", "bf16")])
 def test_on_a_gpu(impl, dtype):
     check("cuda", impl, dtype)
