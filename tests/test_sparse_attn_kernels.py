@@ -56,6 +56,8 @@ def check(case, device, dtype, seed=1, change=None, impl="portable", **more):
         assert got[name].shape == w.shape and got[name].dtype == same[name].dtype, name
         error = relative_error(_finite(got[name]), _finite(w))
         limit = BUDGET[dtype] * max(relative_error(_finite(same[name]), _finite(w)), FLOOR[dtype])
+        if name == "dsinks" and dtype != torch.float32:
+            limit *= 2  # terms that cancel, each from a delta of the rounded output: 4.3 roundings off with one head in a model in fp64
         assert error <= limit, f"{name}: {error:.1e}, allowed {limit:.1e}"
     return got
 
@@ -216,7 +218,8 @@ def test_rows_that_do_not_count_are_never_read(kernel_device, take):
         options = take(form)
         got = run(sparse_attn_shared_kv, {**inputs, "cmp_kv": dirty}, torch.float32, impl="portable", **options)
         want = run(sparse_attn_shared_kv, inputs, torch.float32, impl="portable", **options)
-        assert all(torch.equal(got[key], want[key]) for key in want)
+        for key in want:  # additions come in any order on a GPU
+            torch.testing.assert_close(got[key], want[key], **({"rtol": 1e-5, "atol": 1e-5} if form == "atomic" else {"rtol": 0, "atol": 0}))
         assert (got["dcmp_kv"][:, :3] == 0).all() and (got["dcmp_kv"][:, 3] != 0).any()
 
 
