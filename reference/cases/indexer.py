@@ -57,7 +57,6 @@ SMALL = (
 
 # model shapes for a GPU: DeepSeek-V4 Flash
 FLASH: dict = dict(heads=64, head_dim=128, topk=512, cmp_ratio=4, attn_heads=64, attn_dim=512)
-BENCH = tuple(IndexerCase(f"flash_{seq}", batch=1, seq=seq, **FLASH) for seq in (4096, 16384))
 
 
 def cu_seqlens(lengths: tuple[int, ...] | list[int], device: torch.device | str = "cpu") -> Tensor:

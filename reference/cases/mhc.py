@@ -21,7 +21,6 @@ HIDDEN_SIZES = (100, 1280, 2560, 4096, 5120, 7168)  # 100, 5120 and 7168 leave a
 STREAM_COUNTS = (2, 3, 4, 5, 6, 7, 8)
 LOGIT_STDS = (1.0, 3.0, 6.0, 10.0)
 CONVENTIONS = ("v4", "paper")
-STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,6 @@ class MhcShape:
         return f"B{self.B}_S{self.S}_N{self.N}_D{self.D}"
 
 
-# Token counts are odd on purpose: no block of tokens divides them. Every D at N = 4, every N at a small D with a tail.
-TEST_SHAPES = (
-    *(MhcShape(1, 5, 4, D) for D in HIDDEN_SIZES),
-    *(MhcShape(2, 9, N, 100) for N in STREAM_COUNTS if N != 4),
-    MhcShape(1, 1, 4, 1280),
-    MhcShape(3, 67, 4, 1280),
-)
-EMPTY_SHAPE = MhcShape(1, 0, 4, 1280)
 # The first two are the shapes of the published mHC-Triton report.
 BENCH_SHAPES = (
     MhcShape(1, 1024, 4, 5120),

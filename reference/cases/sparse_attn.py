@@ -7,7 +7,7 @@ same numbers on every device and in every dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,14 +78,6 @@ ATTENTION_CASES = (
     AttentionCase("scfa_pack", "scfa", docs_q=(9, 0, 14, 2)),
     AttentionCase("scfa_pack_longer_keys", "scfa", docs_q=(4, 0, 5), docs_ori=(9, 3, 17), sinks="none", window=4),
     AttentionCase("scfa_pack_offset", "scfa", docs_q=(4, 0, 5), docs_ori=(9, 3, 17), q_offset=(2, 1, 12), cmp_ratio=3),
-)
-
-# The sizes of DeepSeek-V4-Flash, for benches: one sequence, 64 heads of 512, window 128; ratio 4 with top 512, ratio 128.
-_FLASH = AttentionCase("flash", "scfa", N=64, D=512, B=1, S=4096, K=512, cmp_ratio=4, window=128, indices="topk")
-FLASH_CASES = tuple(
-    replace(_FLASH, name=f"flash_{mode}_{S}", mode=mode, S=S, cmp_ratio=128 if mode == "cfa" else 4)
-    for mode in ("swa", "cfa", "scfa")
-    for S in (4096, 16384, 65536)
 )
 
 
