@@ -22,13 +22,21 @@ from train_example.run_config import from_dict
 BLOCK = 1024
 
 
+@triton.jit
+def clipped(gate, up, limit: tl.constexpr):
+    """min(gate, limit), clip(up): a NaN stays one, or the trainer's check of the loss would not see it"""
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate, tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
 @triton.jit(do_not_specialize=["M"])
 def swiglu_fwd_kernel(gate_up, out, M, limit: tl.constexpr, I: tl.constexpr, BI: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BI + tl.arange(0, BI)
     on = i < I
     gate = tl.load(gate_up + row * (2 * I) + i, mask=on, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * I) + I + i, mask=on, other=0.0).to(tl.float32)
-    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    gate, up = clipped(gate, up, limit)
     tl.store(out + row * I + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=on)
 
 
@@ -39,7 +47,7 @@ def swiglu_bwd_kernel(grad, gate_up, out, M, limit: tl.constexpr, I: tl.constexp
     g = tl.load(grad + row * I + i, mask=on, other=0.0).to(tl.float32)
     gate_in = tl.load(gate_up + row * (2 * I) + i, mask=on, other=0.0).to(tl.float32)
     up_in = tl.load(gate_up + row * (2 * I) + I + i, mask=on, other=0.0).to(tl.float32)
-    gate, up = tl.minimum(gate_in, limit), tl.minimum(tl.maximum(up_in, -limit), limit)
+    gate, up = clipped(gate_in, up_in, limit)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     # at the limit itself the gradient passes, as it does through clamp
     dgate = tl.where(gate_in <= limit, g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), 0.0)
