@@ -24,7 +24,9 @@ DTYPES = {
 SCALARS = {"i32": int, "fp32": float}
 
 _RUNTIME: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
+_COMPILATION: Any = getattr(getattr(triton, "knobs", None), "compilation", None)
 _ONES = ((1, 1, 1), (1, 1), (1,), ())  # what a grid of 0 to 3 dimensions lacks
+_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -39,12 +41,15 @@ def supported() -> bool:
     )
 
 
-def hooked(kernel: Any) -> bool:
-    """Whether somebody watches launches (a profiler of Triton's, a hook of this kernel), which takes Triton's own path."""
+def settings(kernel: Any) -> tuple[Any, ...] | None:
+    """Triton's settings that are part of a kernel's key at every launch: asserts of the device, instrumentation. None where somebody
+    watches launches (a profiler of Triton's, a hook of this kernel), which takes Triton's own path."""
     try:
-        return bool(_RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls or kernel.pre_run_hooks)
+        if _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls or kernel.pre_run_hooks:
+            return None
+        return bool(kernel.debug or _RUNTIME.debug), _COMPILATION.instrumentation_mode
     except AttributeError:  # a bare function was put in place of Triton's list of hooks
-        return True
+        return None
 
 
 def start_of(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -69,25 +74,33 @@ class DirectLaunch:
         self.known: dict[int, tuple[Any, ...]] = {}  # by device
 
     def __call__(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
-        """Starts the kernel, through Triton's path where it must; returns the compiled kernel."""
+        """Starts the kernel on the current device, as Triton does, through Triton's path where it must; returns the compiled kernel, or
+        None where a hook of Triton's kept it from being compiled."""
         tensors, scalars = args[: self.pointers], args[self.pointers :]
-        device = tensors[0].get_device()
         addresses = [t.data_ptr() for t in tensors]
         if reduce(or_, addresses) % 16 or [t.dtype for t in tensors] != self.dtypes:
             return self.kernel[grid](*args, **self.keywords)
+        device, now = _device(), settings(self.kernel)
         known = self.known.get(device)
         # Triton's own table: who empties it means this one as well
-        if known is None or known[0] is not self.kernel.device_caches.get(device) or hooked(self.kernel):
+        if known is None or known[0] is not self.kernel.device_caches.get(device) or known[1] != now:
             compiled = self.kernel[grid](*args, **self.keywords)
-            if tuple(map(type, scalars)) == self.scalars and all(-0x80000000 <= value < 0x80000000 for value in scalars):
-                self.known[device] = self.kernel.device_caches.get(device), compiled, *start_of(compiled)
+            self._learn(device, now, compiled, scalars)
             return compiled
-        _, compiled, start, options = known
+        _, _, compiled, start, options = known
         try:
             start(*grid, *_ONES[len(grid)], _stream(device), *options, *addresses, *scalars, *self.constants)
         except OverflowError:  # an integer beyond 32 bits, which has a kernel of its own; nothing has been started
             return self.kernel[grid](*args, **self.keywords)
         return compiled
+
+    def _learn(self, device: int, now: tuple[Any, ...] | None, compiled: Any, scalars: tuple[Any, ...]) -> None:
+        """Keeps what Triton's path picked, where that is the specialisation that was declared."""
+        table = self.kernel.device_caches.get(device)  # None: emptied meanwhile, by another thread
+        if now is None or compiled is None or table is None:
+            return
+        if tuple(map(type, scalars)) == self.scalars and all(-0x80000000 <= value < 0x80000000 for value in scalars):
+            self.known[device] = table, now, compiled, *start_of(compiled)
 
 
 def direct_launch(kernel: Any, types: Mapping[str, str], constants: Sequence[str], keywords: Mapping[str, Any]) -> DirectLaunch | None:

@@ -24,9 +24,6 @@ class Piece:
     def data_ptr(self) -> int:
         return self.address
 
-    def get_device(self) -> int:
-        return self.buffer.get_device()
-
 
 class Layout:
     """Where the pieces (number of elements, dtype) lie in one allocation."""

@@ -249,7 +249,6 @@ def reduce_tiles(m: int, k: int, scales: int) -> int:
     return m * cdiv(k, REDUCE_BLOCK) + (scales > 0)
 
 
-@cache
 def token_groups(tokens: int, column_programs: int, block_tokens: int, programs: int) -> int:
     """How many programs share one block of columns: one full wave, not one more."""
     return max(1, min(programs // column_programs, cdiv(tokens, block_tokens)))

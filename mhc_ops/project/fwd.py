@@ -188,7 +188,6 @@ def finish_spec(m: int, k: int) -> Spec:
     return Spec(finish_kernel, types=types, consts=consts, num_warps=2, hot=True, tokens=tokens, minimal_bytes=4 * 2 * (m + 1))
 
 
-@cache
 def split_plan(tokens: int, k: int, block_tokens: int, block_k: int, programs: int) -> tuple[int, int]:
     """(steps of block_k in a piece of K, number of pieces): one wave of programs, at most 16 pieces, none longer than PIECE_LENGTH."""
     steps = cdiv(k, block_k)
