@@ -64,15 +64,15 @@ def check_iteration(op: str, iters: object, eps: object, convention: str, *, eps
 
 
 def once_a_signature(check: Callable[..., None]) -> Callable[..., None]:
-    """`check(op, *tensors)` reads nothing but shapes, dtypes, devices and layouts: what has passed once passes again, and is not checked a
-    second time (which takes as much host time as three launches)."""
+    """`check(op, *tensors)` reads nothing but types, shapes, dtypes, devices and layouts: what has passed once passes again, and is not
+    checked a second time (which takes as much host time as three launches)."""
     passed: set[tuple[object, ...]] = set()
 
     def wrapper(op: str, *tensors: torch.Tensor | None) -> None:
         key = None
         if not torch.compiler.is_compiling():
             try:
-                key = tuple([None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in tensors])
+                key = tuple([None if t is None else (type(t), t.shape, t.dtype, t.device, t.layout) for t in tensors])
                 if key in passed:
                     return
             except (AttributeError, TypeError, RuntimeError):  # no tensor, symbolic sizes, or a tensor without a shape
