@@ -76,6 +76,11 @@ def _on_current_device(arguments: Sequence[Any]) -> bool:
     return False
 
 
+def _negated(arguments: Sequence[Any]) -> bool:
+    """Whether a tensor is one of the views, such as z.conj().imag, whose minus sign the dispatcher writes to memory before an op runs."""
+    return any(isinstance(a, torch.Tensor) and a.is_neg() for a in arguments)
+
+
 def eager_call(op: Callable[..., Any]) -> Callable[..., Any]:
     """`op`, which `OpLibrary.register` returned, for calls from the autograd.Function around it.
 
@@ -86,8 +91,9 @@ def eager_call(op: Callable[..., Any]) -> Callable[..., Any]:
     launchers = _LAUNCHERS[op]
 
     def call(*arguments: Any) -> Any:
-        if _plain(arguments) and (path := launchers.get(arguments[-1])) is not None and _on_current_device(arguments):
-            return _load(path)(*arguments[:-1])
+        launcher = launchers.get(arguments[-1])
+        if launcher is not None and _plain(arguments) and _on_current_device(arguments) and not _negated(arguments):
+            return _load(launcher)(*arguments[:-1])
         return op(*arguments)
 
     return call

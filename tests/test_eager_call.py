@@ -78,6 +78,14 @@ def test_whoever_watches_or_transforms_gets_the_op(path):
     assert path(x, impl) == "launcher"  # and none of them stays
 
 
+def test_a_view_with_a_pending_minus_sign_gets_the_op(path):
+    """A kernel would read its memory, in which the sign is not."""
+    negated = torch.ones(1, dtype=torch.complex64).conj().imag
+    assert negated.is_contiguous() and negated.is_neg()
+    assert path(negated, "triton") == path(torch.zeros(3), negated, "triton") == "op"
+    assert path(negated.resolve_neg(), "triton") == "launcher"
+
+
 class OnCuda(torch.Tensor):
     """Said to be on a CUDA device"""
 
