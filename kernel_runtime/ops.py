@@ -146,7 +146,7 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         args = tuple(a.view_as(a) if isinstance(a, torch.Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args))
     elif _PLAIN.issuperset(map(type, args)) and not torch._C._are_functorch_transforms_active():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # mypy wants an instance there
     return function.apply(*args)
 
 

@@ -56,8 +56,8 @@ def check(case, device, dtype, seed=1, change=None, impl="portable", **more):
         assert got[name].shape == w.shape and got[name].dtype == same[name].dtype, name
         error = relative_error(_finite(got[name]), _finite(w))
         limit = BUDGET[dtype] * max(relative_error(_finite(same[name]), _finite(w)), FLOOR[dtype])
-        if name == "dsinks" and dtype != torch.float32:
-            limit *= 2  # terms that cancel, each from a delta of the rounded output: 4.3 roundings off with one head in a model in fp64
+        if name == "dsinks" and case.N == 1 and dtype != torch.float32:
+            limit *= 2  # a single sum of terms that cancel, each from a delta of the rounded output: 4.3 roundings off in a model in fp64
         assert error <= limit, f"{name}: {error:.1e}, allowed {limit:.1e}"
     return got
 
