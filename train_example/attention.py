@@ -163,6 +163,7 @@ class IndexerState(NamedTuple):
     k: Tensor
     weights: Tensor
     indices: Tensor | None  # None: the sequence has no complete entry
+    scores: Tensor | None  # of those indices, for the loss: it need not compute them again
 
 
 class Attention(nn.Module):
@@ -224,13 +225,14 @@ class Attention(nn.Module):
         if self.indexer is not None:
             with torch.set_grad_enabled(with_kl and torch.is_grad_enabled()):
                 q, k, weights = self.indexer(x, latent, cos, sin)
-            state = IndexerState(q, k, weights, None if short else self._select(q, k, weights))
+            selected = (None, None) if short else self._select(q, k, weights)
+            state = IndexerState(q, k, weights, *selected)
         return (None, state, 0.0 * entries.sum()) if short else (entries, state, None)
 
-    def _select(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    def _select(self, q: Tensor, k: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         # The same number of slots for every length (-1 where there are fewer entries), so that no length needs a kernel of its own
         with torch.no_grad():
-            return lightning_indexer(q, k, weights, self.config.index_topk, cmp_ratio=self.ratio, impl=self.impl)[0]
+            return lightning_indexer(q, k, weights, self.config.index_topk, cmp_ratio=self.ratio, impl=self.impl)
 
     def _kl(self, state: IndexerState, probs: Tensor | None, q: Tensor, entries: Tensor | None) -> Tensor:
         if state.indices is None or entries is None:
@@ -238,6 +240,9 @@ class Attention(nn.Module):
         target = self.config.kl_target
         # The attention's probabilities serve two targets; "compressed" is a softmax of its own, over the selected entries alone.
         teacher = {"q": q.detach(), "cmp_kv": entries.detach()} if target == "compressed" else {"teacher": probs}
+        # fmt: off
         return indexer_kl_loss(
-            state.q, state.k, state.weights, state.indices, **teacher, target=target, cmp_ratio=self.ratio, reduction="sum", impl=self.impl
+            state.q, state.k, state.weights, state.indices, scores=state.scores, **teacher,
+            target=target, cmp_ratio=self.ratio, reduction="sum", impl=self.impl,
         )
+        # fmt: on
