@@ -57,7 +57,7 @@ def check_gradients(rank: int, ep: int) -> dict[str, Any]:
 
 def check_default_division(rank: int) -> tuple[float, float]:
     """What the factors would be without `sum_gradients`."""
-    kept, parallel_module.sum_gradients = parallel_module.sum_gradients, lambda model: None
+    kept, parallel_module.sum_gradients = parallel_module.sum_gradients, lambda unit, mesh: None
     try:
         found = check_gradients(rank, ep=2)
     finally:

@@ -13,6 +13,8 @@ Every parameter is thus sharded over all W ranks, exactly once. The rules that k
   all-to-all would queue behind FSDP's all-gathers. (`--ep-group shared` has it so, for a trace that shows the difference.)
 - A layer asks for the next layers' weights before it runs (`prefetch_layers`): a MoE waits for its counts on the host, so the host is
   never ahead by more than a part of a layer, and all-gathers that are asked for when a layer begins would lie bare.
+- Where a group is one process there is nothing to gather or to reduce, and FSDP is left with its casts: bf16 weights are kept from the
+  forward to the backward pass (`--reshard`), and gradients are cast in place (`InPlace`).
 - The fp32 islands are FSDP units of their own with an fp32 policy, so that a bf16 policy on the layers does not cast them. No unit casts
   its inputs: a layer also gets the fp32 rope tables, and the model casts where it means to.
 """
@@ -21,7 +23,7 @@ import datetime
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate
 
@@ -174,7 +176,13 @@ def together(action: Callable[[], T]) -> T:
 
 
 def parallelize(
-    model: nn.Module, islands: list[nn.Module], parallel: Parallel, param_dtype: torch.dtype, recompute: str = "none", prefetch: int = 1
+    model: nn.Module,
+    islands: list[nn.Module],
+    parallel: Parallel,
+    param_dtype: torch.dtype,
+    recompute: str = "none",
+    prefetch: int = 1,
+    reshard: str = "auto",
 ) -> None:
     """Shard `model` in place: experts over (efsdp, ep), then the fp32 islands, then each layer, then the root.
 
@@ -184,10 +192,19 @@ def parallelize(
         param_dtype: of the parameters in the forward pass; master weights and the gradient reduction stay fp32.
         recompute: "layer" to recompute each layer's activations in the backward pass; the model itself sees to "mhc" and "cross-layer".
         prefetch: see `prefetch_layers`.
+        reshard: "always" gives gathered weights up after the forward pass and gathers them again in the backward pass; "never" keeps them,
+            2 bytes a parameter in bf16; "auto" keeps those that no other process has a part of.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
     efsdp = parallel.sparse["efsdp"]
+
+    def shard(unit: nn.Module | list[nn.Module], mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, placement: Any = None) -> None:
+        # None: all but the root give them up, which the backward pass begins with
+        keep = reshard == "never" or (reshard == "auto" and mesh.size() == 1)
+        after_forward = False if keep else True if reshard == "always" else None
+        fully_shard(unit, mesh=mesh, mp_policy=mp_policy, shard_placement_fn=placement, reshard_after_forward=after_forward)
+        sum_gradients(unit[0] if isinstance(unit, list) else unit, mesh)
 
     def expert_shard(param: nn.Parameter) -> Shard:
         return Shard(1 if param.shape[1] % efsdp.size() == 0 else 0)
@@ -195,7 +212,7 @@ def parallelize(
     for moe in moe_modules(model):
         _shard_experts(moe.experts, parallel)
         moe.ep_group = parallel.ep_group
-        fully_shard(moe.experts, mesh=efsdp, mp_policy=policy, shard_placement_fn=expert_shard)
+        shard(moe.experts, efsdp, policy, expert_shard)
     # FSDP warns of a view that a unit returns, for one could write into it in place; the model writes nowhere in place
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     left, layers = list(islands), []
@@ -204,15 +221,14 @@ def parallelize(
         # the islands of a layer make one unit: a unit each would be a dozen tiny all-gathers a layer
         mine, left = [m for m in left if m in inside], [m for m in left if m not in inside]
         if mine:
-            fully_shard(mine, mesh=parallel.fsdp, mp_policy=fp32)
+            shard(mine, parallel.fsdp, fp32)
         if recompute == "layer" and unit is not model:
             recompute_in_backward(unit)
-        fully_shard(unit, mesh=parallel.fsdp, mp_policy=policy)
+        shard(unit, parallel.fsdp, policy)
         if unit is not model:
             # in the order of use: mHC is the first thing in a layer and the experts are the last
             layers.append([*mine[:1], unit, *(moe.experts for moe in moe_modules(unit))])
-    sum_gradients(model)
-    if prefetch:
+    if prefetch and parallel.world > 1:
         prefetch_layers(model, layers, prefetch)
 
 
@@ -254,12 +270,33 @@ def _shard_experts(experts: nn.Module, parallel: Parallel) -> None:
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
 
 
-def sum_gradients(model: nn.Module) -> None:
-    """Make every FSDP unit sum its gradients. Factor 1.0 alone asks for PREMUL_SUM, which gloo and HCCL lack: hence forced SUM."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+def sum_gradients(unit: nn.Module, mesh: DeviceMesh) -> None:
+    """Make an FSDP unit sum its gradients. Factor 1.0 alone asks for PREMUL_SUM, which gloo and HCCL lack: hence forced SUM."""
+    unit.set_force_sum_reduction_for_comms(True)
+    if mesh.size() == 1:
+        unit.set_custom_reduce_scatter(InPlace())  # nor is there a division: no factor was set
+    else:
+        unit.set_gradient_divide_factor(1.0)
+
+
+class InPlace:
+    """The buffers that FSDP copies a unit's gradients into and reduces them to, for a group of one process: twice the same.
+
+    FSDP asks for the input first and then for the output. It would copy one to the other, 8 bytes a parameter; a tensor that is copied
+    to itself stays where it is. The gradients are views of it and keep it.
+    """
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer, self.buffer = self.buffer, None
+        if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
+            buffer = self.buffer = torch.empty(*size, dtype=dtype, device=device)
+        return buffer
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False) -> None:
+        raise RuntimeError("a group of one process has nothing to reduce")
 
 
 def recompute_in_backward(layer: nn.Module) -> None:

@@ -21,6 +21,7 @@ from train_example.config import PRESETS, ModelConfig
 from train_example.hf_config import config_from_folder, config_to_hf
 
 IMPLS = ("auto", "eager", "triton")
+RESHARD = ("auto", "always", "never")
 MHC_RECOMPUTE = ("mhc", "cross-layer")
 RECOMPUTE = ("none", "layer", *MHC_RECOMPUTE)
 
@@ -67,6 +68,12 @@ class RunConfig:
     ep: int = _setting(-1, "processes that share a layer's experts; must divide processes and experts; -1 = all of them")
     ep_group: str = _setting("own", "process group of the experts' all-to-all; shared = FSDP's, only to compare traces", ("own", "shared"))
     prefetch: int = _setting(1, "layers whose weights are gathered ahead of the layer that runs; 0 = as FSDP does on its own")
+    reshard: str = _setting(
+        "auto",
+        "weights gathered for the forward pass: always = gathered again for the backward pass; never = kept for it, 2 bytes a parameter in bf16; "
+        "auto = kept where one process holds them all",
+        RESHARD,
+    )
     tp: int = _setting(1, "tensor parallelism: not supported, must stay 1")
     pp: int = _setting(1, "pipeline parallelism: not supported, must stay 1")
     dtype: str = _setting("fp32", "of the forward's parameters; master weights, gradient sums and islands are fp32", ("fp32", "bf16"))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from train_example.data import END_OF_FILE, IGNORE
 from train_example.optim import learning_rate
@@ -106,6 +107,9 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
         totals[0] += model(input_ids, labels, num_valid_tokens=1).lm_loss.double()
         totals[1] += ((labels != IGNORE) & (labels != END_OF_FILE)).sum()
     model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # whoever looks at the parameters next is to find the master weights
     dist.all_reduce(totals)
     nats, count = totals.tolist()
     return nats / count / math.log(2) if count else math.nan

@@ -81,7 +81,7 @@ def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.
     if config.compile:
         for module in compiled_modules(model, config.recompute):
             module.forward = torch.compile(module.forward)
-    parallelize(model, fp32_islands(model), parallel, DTYPES[config.dtype], config.recompute, config.prefetch)
+    parallelize(model, fp32_islands(model), parallel, DTYPES[config.dtype], config.recompute, config.prefetch, config.reshard)
     model.to_empty(device=parallel.device)
     model.init_buffers(parallel.device)
     if fill:
