@@ -1,12 +1,14 @@
-"""Compare two runs step by step: `python -m train_example.compare RUN_A RUN_B [--yardstick RUN_C]`.
+"""Compare two runs step by step: `python -m train_example.compare RUN_A RUN_B [--yardstick RUN_C ...]`.
 
 For every step both runs have, the relative difference |a - b| / max(|a|, |b|) of each quantity. The exit status is 1 if one of the judged
 quantities (--keys) differs by more than --tolerance at any step, or is in no step of both; --impl eager and --impl triton are to
 agree to 1e-3 with the same seed.
 
 Two runs that round differently drift apart however right both are. Hence the table of growth: the loss's difference over ever longer
-spans of steps, as it is and of the moving averages (decay 0.9), and beside it that of RUN_A and a yardstick, a third run that differs
-from RUN_A by `--nudge` alone, one weight's last bit.
+spans of steps, counted from the first that both have, as it is and of the moving averages (decay 0.9), and beside it those of RUN_A and
+yardsticks: runs that differ from RUN_A in rounding alone, by `--nudge` (one weight's last bit) or by the same batches in parts
+(`--accumulate 2`, half the `--batch`). The mean of the signed difference, (b - a) / max(|a|, |b|), stands below.
+Whether two implementations differ by more than rounding is better asked of fixed weights: train_example.compare_fixed.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import math
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from train_example.metrics import EMA_DECAY, read_metrics
 
@@ -30,11 +33,8 @@ def relative_difference(a: float, b: float) -> float:
     return abs(a - b) / max(abs(a), abs(b))
 
 
-def compare(run_a: Path, run_b: Path) -> dict[str, list[tuple[int, float]]]:
-    """Relative differences by quantity: (step, difference), for the steps in which both runs have it.
-
-    Raises ValueError for a folder without metrics, or runs with no step in common.
-    """
+def common_rows(run_a: Path, run_b: Path) -> list[tuple[int, dict[str, Any], dict[str, Any]]]:
+    """(step, row of a, row of b) for the steps that both runs have; ValueError for a folder without metrics or no such step."""
     rows = []
     for run in (run_a, run_b):
         path = run / "metrics.jsonl"
@@ -44,7 +44,15 @@ def compare(run_a: Path, run_b: Path) -> dict[str, list[tuple[int, float]]]:
     steps = sorted(rows[0].keys() & rows[1].keys())
     if not steps:
         raise ValueError(f"{run_a} and {run_b} have no step in common")
-    pairs = [(step, rows[0][step], rows[1][step]) for step in steps]
+    return [(step, rows[0][step], rows[1][step]) for step in steps]
+
+
+def compare(run_a: Path, run_b: Path) -> dict[str, list[tuple[int, float]]]:
+    """Relative differences by quantity: (step, difference), for the steps in which both runs have it.
+
+    Raises ValueError for a folder without metrics, or runs with no step in common.
+    """
+    pairs = common_rows(run_a, run_b)
     return {key: [(step, relative_difference(a[key], b[key])) for step, a, b in pairs if key in a and key in b] for key in QUANTITIES}
 
 
@@ -60,15 +68,22 @@ def smoothed_difference(run_a: Path, run_b: Path) -> list[tuple[int, float]]:
     return out
 
 
-def spans(last: int) -> list[range]:
-    """1, 2-3, 4-7, ...: twice as long each, up to `last`."""
-    return [range(2**i, min(2 ** (i + 1), last + 1)) for i in range(last.bit_length())]
+def mean_signed(run_a: Path, run_b: Path) -> float:
+    """Mean over the common steps of the loss's relative difference with its sign: above 0 where b's loss is the larger one."""
+    pairs = [(a["loss"], b["loss"]) for _, a, b in common_rows(run_a, run_b) if "loss" in a and "loss" in b]
+    return statistics.fmean(math.copysign(relative_difference(a, b), b - a) for a, b in pairs)
+
+
+def spans(first: int, last: int) -> list[range]:
+    """Of 1 to `last`: 1, 2-3, 4-7, ..., twice as long each; from another `first` step on as long ones."""
+    before, steps = first - 1, last - first + 1
+    return [range(before + 2**i, min(before + 2 ** (i + 1), last + 1)) for i in range(steps.bit_length())]
 
 
 def growth(differences: list[tuple[int, float]]) -> list[tuple[range, float, float]]:
     """Of each span of steps that has any: its median and largest difference."""
     out = []
-    for span in spans(differences[-1][0]):
+    for span in spans(differences[0][0], differences[-1][0]):
         inside = [value for step, value in differences if step in span]
         if inside:
             out.append((span, statistics.median(inside), max(inside)))
@@ -76,13 +91,15 @@ def growth(differences: list[tuple[int, float]]) -> list[tuple[range, float, flo
 
 
 def print_growth(series: dict[str, list[tuple[int, float]]]) -> None:
-    """series: (step, difference) by name; all have the same steps."""
+    """series: (step, difference) by name; the spans are those of the first series, '-' where another one has no step of them."""
     print("relative difference of the loss, median and largest")
     print(f"{'steps':>11}" + "".join(f" {name:>23}" for name in series))
-    tables = [growth(differences) for differences in series.values()]
-    for rows in zip(*tables):
-        span = rows[0][0]
-        print(f"{span.start:5d}-{span.stop - 1:<5d}" + "".join(f"   {median:10.2e} {largest:9.2e}" for _, median, largest in rows))
+    first, *others = [growth(differences) for differences in series.values()]
+    tables = [{span.start: (median, largest) for span, median, largest in table} for table in others]
+    for span, *own in first:
+        cells = [tuple(own), *(table.get(span.start) for table in tables)]
+        text = "".join(f"   {cell[0]:10.2e} {cell[1]:9.2e}" if cell else f"{'-':>24}" for cell in cells)
+        print(f"{span.start:5d}-{span.stop - 1:<5d}" + text)
 
 
 def plot(runs: dict[str, Path], series: dict[str, list[tuple[int, float]]], tolerance: float, file: Path) -> str:
@@ -98,7 +115,7 @@ def plot(runs: dict[str, Path], series: dict[str, list[tuple[int, float]]], tole
         above.plot([row["step"] for row in rows], [row["loss"] for row in rows], label=name, linewidth=1)
     above.set(ylabel="loss, nats a token")
     for name, differences in series.items():
-        below.plot(*zip(*differences), label=name, linewidth=1, linestyle="--" if "smoothed" in name else "-")
+        below.plot(*zip(*differences), label=name, linewidth=0.8, linestyle="--" if "smoothed" in name else "-")
     below.axhline(tolerance, color="black", linewidth=0.8)
     below.set(yscale="log", xlabel="step", ylabel="relative difference")
     for axes in (above, below):
@@ -122,15 +139,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tolerance", type=float, default=1e-3, help="largest relative difference that passes (default: %(default)s)")
     parser.add_argument("--keys", nargs="+", default=["loss"], choices=QUANTITIES, help="quantities that are judged (default: loss)")
     parser.add_argument("--steps", action="store_true", help="print the differences of every step, not only the largest")
-    parser.add_argument("--yardstick", type=Path, metavar="RUN_C", help="run like RUN_A but for --nudge")
+    parser.add_argument("--yardstick", type=Path, nargs="+", default=[], metavar="RUN_C", help="runs like RUN_A but for their rounding")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw losses and differences")
     args = parser.parse_args(argv)
+    others = [args.run_b, *args.yardstick]
     try:
         found = compare(args.run_a, args.run_b)
         series = {"raw": found["loss"], "smoothed": smoothed_difference(args.run_a, args.run_b)}
-        if args.yardstick:
-            yardstick = compare(args.run_a, args.yardstick)
-            series |= {"yardstick": yardstick["loss"], "yardstick, smoothed": smoothed_difference(args.run_a, args.yardstick)}
+        for run in args.yardstick:
+            series |= {run.name: compare(args.run_a, run)["loss"], f"{run.name}, smoothed": smoothed_difference(args.run_a, run)}
+        means = [mean_signed(args.run_a, run) for run in others] if found["loss"] else []
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -143,8 +161,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{step:4d} " + " ".join(f"{by_key[key][step]:12.3e}" if step in by_key[key] else f"{'-':>12}" for key in QUANTITIES))
     if found["loss"]:
         print_growth(series)
+        print("mean signed difference: " + ", ".join(f"{run.name} {mean:+.2e}" for run, mean in zip(others, means)))
     if args.plot:
-        runs = {str(run): run for run in (args.run_a, args.run_b, args.yardstick) if run}
+        runs = {str(run): run for run in (args.run_a, *others)}
         print(plot(runs, series, args.tolerance, args.plot))
     failed = False
     for key, values in found.items():

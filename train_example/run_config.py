@@ -94,7 +94,7 @@ class RunConfig:
     resume: str = _setting("", "checkpoint folder to go on from; 'latest' = the newest of this run; empty = start afresh")
     new_data: bool = _setting(False, "resume with another text, seed, seq_len or eval_fraction than the checkpoint's, from its beginning")
     log_every: int = _setting(10, "steps between printed lines (metrics.jsonl has every step)")
-    nudge: int = _setting(0, "units in the last place added to one initial weight: how far rounding alone carries two runs apart, see compare")
+    nudge: int = _setting(0, "units in the last place added to one weight at the start, or at a resume: how far rounding carries two runs apart")
     profile: str = _setting("", "START:END, steps to trace with torch.profiler, START included and END not; empty = none")
     startup_timeout: float = _setting(1800.0, "seconds a collective may take until the first step is done (kernels compile)")
     step_timeout: float = _setting(300.0, "seconds a collective may take after that")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kernel_runtime import forbid_compile, interpreting
 from kernel_runtime.warmup import warmup
@@ -73,7 +74,6 @@ def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.
     if fill and parallel.rank == 0:
         torch.manual_seed(config.seed)
         full_state = DeepSeekV4(config.model, impl=config.impl).state_dict()
-        nudge(full_state["head.weight"], config.nudge)
     with torch.device("meta"):
         model = DeepSeekV4(config.model, impl=config.impl)
     if config.recompute in MHC_RECOMPUTE:
@@ -90,10 +90,13 @@ def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.
     return model
 
 
-def nudge(weight: torch.Tensor, ulps: int) -> None:
-    """Move the largest element of `weight` (fp32) away from zero by `ulps` units in the last place, in place."""
-    bits = weight.view(-1)[weight.abs().argmax()].view(torch.int32)
+@torch.no_grad()
+def nudge(weight: DTensor, ulps: int) -> None:
+    """Move the largest element of `weight` (fp32) away from zero by `ulps` units in the last place, in place. Collective."""
+    full = weight.full_tensor()
+    bits = full.view(-1)[full.abs().argmax()].view(torch.int32)
     bits += ulps
+    weight.copy_(distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None))
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -195,6 +198,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     if resume:
         checkpoint.load(resume, model, optimizer)
         check_buffers_equal(model)
+    if config.nudge:
+        nudge(model.head.weight, config.nudge)
 
     log = metrics.MetricsLog(out, config.steps, progress["step"]) if parallel.rank == 0 else None
     if log:

@@ -1,0 +1,159 @@
+"""compare: spans from any first step, yardsticks, signs. compare_fixed: what it calls systematic, what it counts as another choice. --nudge."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist_util import run_distributed
+from tests.trainer_util import run_config, sharded
+from train_example import compare, compare_fixed
+from train_example.metrics import read_metrics
+from train_example.train import nudge, train
+
+
+def write_run(folder: Path, losses: dict[int, float]) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in losses.items()))
+    return folder
+
+
+# ---- compare ------------------------------------------------------------------------------------------------------------------
+
+
+def test_spans_double_from_whatever_step_is_the_first():
+    assert compare.spans(1, 9) == [range(1, 2), range(2, 4), range(4, 8), range(8, 10)]
+    assert compare.spans(1001, 1006) == [range(1001, 1002), range(1002, 1004), range(1004, 1007)]
+    assert compare.growth([(1001, 1.0), (1002, 2.0), (1003, 4.0), (1004, 8.0)]) == [
+        (range(1001, 1002), 1.0, 1.0),
+        (range(1002, 1004), 3.0, 4.0),
+        (range(1004, 1005), 8.0, 8.0),
+    ]
+
+
+def test_signed_mean_and_yardsticks_of_another_length(tmp_path, capsys):
+    a = write_run(tmp_path / "a", {11: 1.0, 12: 1.0, 13: 1.0, 14: 1.0})
+    b = write_run(tmp_path / "b", {11: 1.0, 12: 1.25, 13: 0.8, 14: 1.0})
+    c = write_run(tmp_path / "c", {11: 1.0, 12: 0.5})
+    assert compare.mean_signed(a, b) == pytest.approx((0.2 - 0.2) / 4, abs=1e-12)
+    assert compare.mean_signed(a, c) == pytest.approx(-0.25)
+    assert compare.mean_signed(c, a) == pytest.approx(0.25)
+    assert compare.main([str(a), str(b), "--yardstick", str(c), str(a), "--plot", str(tmp_path / "plot.png")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    header = next(line for line in lines if line.strip().startswith("steps"))
+    assert [name in header for name in ("raw", "smoothed", "c, smoothed", "a, smoothed")] == [True] * 4
+    assert [line.split()[0] for line in lines if line.strip()[:2] in ("11", "12", "14")] == ["11-11", "12-13", "14-14"]
+    last = next(line for line in lines if line.strip().startswith("14-14"))
+    assert last.count(" -") == 2, "the yardstick c has no step 14"
+    assert "c -2.50e-01, a +0.00e+00" in next(line for line in lines if line.startswith("mean signed"))
+
+
+# ---- compare_fixed ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_systematic_part_is_told_from_noise():
+    generator = torch.Generator().manual_seed(0)
+    size, batches = 4000, 16
+    references = [torch.ones(size, dtype=torch.float64) + torch.randn(size, generator=generator) for _ in range(batches)]
+    norm = torch.stack(references).mean(0).norm().item()
+    noise = [0.1 * torch.randn(size, generator=generator).double() for _ in range(batches)]
+    one, none = compare_fixed.gradient_bias(references, noise)
+    assert one == pytest.approx(0.1 * math.sqrt(size) / norm, rel=0.05)
+    assert abs(none) < 0.2 * one
+    _, some = compare_fixed.gradient_bias(references, [x + 0.05 for x in noise])
+    assert some == pytest.approx(0.05 * math.sqrt(size) / norm, rel=0.1)
+    assert math.isnan(compare_fixed.gradient_bias([torch.zeros(3)] * 2, [torch.ones(3)] * 2)[0])
+
+
+def test_loss_bias():
+    mean, error, largest = compare_fixed.loss_bias([1.0, -3.0, 2.0, 0.0])
+    assert (mean, largest) == (0.0, 3.0)
+    assert error == pytest.approx(math.sqrt(14 / 3) / 2)
+    assert compare_fixed.loss_bias([1.0])[1] == math.inf
+    assert compare_fixed.signed(4.0, 5.0) == 0.2 and compare_fixed.signed(5.0, 4.0) == -0.2
+
+
+def test_choices_are_sets_and_minus_one_is_none():
+    a = compare_fixed.mask(torch.tensor([[2, 0, -1], [1, -1, -1]]), 3)
+    b = compare_fixed.mask(torch.tensor([[0, 2, -1], [0, -1, -1]]), 3)
+    assert a.tolist() == [[True, False, True], [False, True, False]]
+    assert compare_fixed.missing_share([a], [b]) == pytest.approx(1 / 3)
+    assert math.isnan(compare_fixed.missing_share([], []))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of 3 steps with a checkpoint, ended as a command ends it."""
+    out = tmp_path_factory.mktemp("fixed") / "run"
+    train(run_config(out=str(out), steps=3, save_every=3, batch=4, dtype="bf16", impl="eager"))
+    dist.destroy_process_group()
+    return out
+
+
+def test_fixed_weights_from_a_run(run, capsys):
+    settings: dict[str, Any] = {"device": "cpu", "data": str(run / "text")}
+    passes = compare_fixed.compare_fixed(run, ["fp32", "eager"], 4, settings)
+    fp32, eager = passes["fp32"], passes["eager"]
+    assert len(fp32) == len(eager) == 4
+    assert not dist.is_initialized()
+    # batches behind the checkpoint: the first loss there is that of a run that goes on
+    train(run_config(out=str(run.parent / "on"), steps=4, batch=4, dtype="bf16", impl="eager", data=str(run / "text"), resume=str(run)))
+    dist.destroy_process_group()
+    went_on = read_metrics(run.parent / "on" / "metrics.jsonl")[0]
+    assert went_on["step"] == 4
+    assert eager[0].losses["loss"] == went_on["loss"]
+    norm = math.sqrt(sum(g.square().sum().item() for g in eager[0].gradients.values()))
+    assert norm == pytest.approx(went_on["grad_norm"], rel=1e-6)
+    for x, y in zip(fp32, eager, strict=True):
+        assert 0 < abs(compare_fixed.signed(x.losses["loss"], y.losses["loss"])) < 1e-3
+        assert x.gradients.keys() == y.gradients.keys() >= {"mHC", "attention", "indexer", "experts", "routers", "MTP's projections", "head"}
+        assert len(x.choices["experts"]) == 4 and len(x.choices["entries"]) == 1
+        assert compare_fixed.missing_share(x.choices["experts"], y.choices["experts"]) < 0.05
+    assert compare_fixed.main([str(run), "--variants", "fp32", "eager", "--batches", "2", "--device", "cpu"]) == 0
+    assert "eager - fp32" in capsys.readouterr().out
+
+
+def test_fixed_weights_refuse_what_cannot_work(run, tmp_path, capsys):
+    for folder, message in ((tmp_path, "no config.json"), (run, "needs an accelerator")):
+        assert compare_fixed.main([str(folder), "--device", "cpu"]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        compare_fixed.main([str(run), "--batches", "1"])
+    other = tmp_path / "text.txt"
+    other.write_text("another text " * 400)
+    assert compare_fixed.main([str(run), "--variants", "fp32", "eager", "--device", "cpu", "--data", str(other)]) == 2
+    assert "other data" in capsys.readouterr().err
+
+
+# ---- --nudge ------------------------------------------------------------------------------------------------------------------
+
+
+def test_nudge_at_a_resume(run):
+    losses = {}
+    for ulps in (0, 65536):
+        out = run.parent / f"nudged{ulps}"
+        train(run_config(out=str(out), steps=5, batch=4, dtype="bf16", impl="eager", data=str(run / "text"), resume=str(run), nudge=ulps))
+        dist.destroy_process_group()
+        losses[ulps] = [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+    assert len(losses[0]) == 2
+    assert all(0 < abs(a - b) / a < 1e-3 for a, b in zip(losses[0], losses[65536], strict=True))
+
+
+def _nudge(rank: int, world: int) -> tuple[int, float, int]:
+    model, _ = sharded(run_config(ep=1))
+    before = model.head.weight.full_tensor().detach().clone()
+    nudge(model.head.weight, 3)
+    after = model.head.weight.full_tensor().detach()
+    (moved,) = (before != after).nonzero().tolist()
+    old, new = before[tuple(moved)], after[tuple(moved)]
+    return int((new.view(torch.int32) - old.view(torch.int32)).item()), (before.abs().max() - old.abs()).item(), int(new.abs() > old.abs())
+
+
+def test_nudge_moves_one_element_on_all_ranks_alike():
+    assert run_distributed(_nudge, 2) == [(3, 0.0, 1)] * 2
