@@ -6,19 +6,24 @@ gathered keys of every query for the backward and are left out above --eager-lim
 flashmla (SCFA, forward alone), where it is installed. TFLOP/s counts valid (query, key) pairs, 4 forward and 10 backward times pairs, heads
 and D; % is of the rate of a bf16 8192^3 product on random data in the same run. GB/s counts q, out, lse, dout, dq and the keys once.
 Before the timing every provider's results are compared with those of the portable kernels, and the difference stands in the row.
+
+A row is printed as soon as it is measured. --tokens, --heads, --modes, --providers and --directions choose rows; --seconds ends the run
+before the row that would begin after that many, so that the whole table can be measured in parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bench.common import Row, copy_rate, median_ms, peak_mib, print_table
+from bench.common import Row, copy_rate, median_ms, peak_mib, print_head, print_row
 from kernel_runtime.registry import ModelShape
+from reference.cases.sparse_attn import AttentionCase, valid_pairs
 from reference.sparse_attn import sparse_attn_shared_kv as reference_attention
 
 D, WINDOW, TOP_K = 512, 128, 512
@@ -56,20 +61,18 @@ def make(mode: str, S: int, N: int, seed: int = 0) -> Problem:
         return torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator)
 
     t = torch.arange(1, S + 1, device="cuda")
-    pairs, cmp_kv, indices = int(t.clamp(max=WINDOW).sum()), None, None
+    cmp_kv, indices = None, None
     if mode != "swa":
         entries = S // RATIO[mode]
         cmp_kv, visible = normal(1, entries, D), t // RATIO[mode]
-        if mode == "cfa":
-            pairs += int(visible.sum())
-        else:
+        if mode == "scfa":
             indices = torch.full((1, S, TOP_K), -1, device="cuda", dtype=torch.int32)
             for begin in range(0, S, 1024):
                 limit = visible[begin : begin + 1024, None]
                 score = torch.rand((limit.shape[0], entries), device="cuda", generator=generator)
                 value, entry = score.masked_fill(torch.arange(entries, device="cuda") >= limit, -1.0).topk(min(TOP_K, entries), dim=1)
                 indices[0, begin : begin + 1024, : value.shape[1]] = torch.where(value >= 0, entry, -1).int()
-            pairs += int((indices >= 0).sum())
+    pairs = valid_pairs(AttentionCase("bench", mode, N=N, D=D, B=1, S=S, K=TOP_K, cmp_ratio=RATIO[mode] or 1, window=WINDOW), indices)
     return Problem(
         mode, normal(1, S, N, D), normal(1, S, D), cmp_kv, indices, torch.randn(N, device="cuda", generator=generator),
         normal(1, S, N, D), pairs,
@@ -198,40 +201,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536])
     parser.add_argument("--heads", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
     parser.add_argument("--eager-limit", type=int, default=4096, help="tokens up to which reference, compile and flex run")
     parser.add_argument("--check-limit", type=int, default=16384, help="tokens up to which results are compared with the portable kernels'")
+    parser.add_argument("--rep", type=int, default=30, help="ms of calls that a median is taken over; at least 9 calls")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no row is begun after this many seconds")
+
+
+def measured(x: Problem, provider: str, args: argparse.Namespace, copy: float, product: float, deadline: float) -> Iterator[Row]:
+    """The rows of one provider; its results are compared with the portable kernels' where x is short enough."""
+    S, N = x.q.shape[1:3]
+    checked = provider not in ("portable", "flex") and args.check_limit >= S
+    expected = dict(launchers(x, "portable")) if checked else {}
+    for direction, fn in cases_of(x, provider, args.eager_limit):
+        if direction not in args.directions:
+            continue
+        if time.monotonic() > deadline:
+            print(f"no time left for {provider} {x.mode} {direction}, S {S}, N {N}", flush=True)
+            return
+        off = f", {difference(fn(), expected[direction]()):.1e}" if direction in expected else ""
+        ms, peak = median_ms(fn, rep=args.rep), peak_mib(fn)
+        rate = (4 if direction.startswith("forward") else 10) * x.pairs * N * D / ms / 1e9
+        note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul{off}"
+        yield Row("attn", f"S {S}, N {N}", "bf16", x.mode, direction, provider, False, ms, least_bytes(x, direction), copy, 0, peak, note)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
+    deadline = time.monotonic() + args.seconds
     copy, product = copy_rate(), matmul_rate()
-    print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s")
+    print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s", flush=True)
     compile_kernels(args.heads)
     rows: list[Row] = []
-    for N in args.heads:
-        for S in args.tokens:
-            here: list[Row] = []
+    for S in args.tokens:
+        for N in args.heads:
+            print_head(f"attention, S {S}, {N} heads, D {D}, bf16")
             for mode in args.modes:
+                if time.monotonic() > deadline:
+                    print(f"no time left for {mode}", flush=True)
+                    continue
                 x = make(mode, S, N)
-                expected = {direction: fn() for direction, fn in (() if args.check_limit < S else launchers(x, "portable"))}
                 for provider in args.providers:
                     try:
-                        for direction, fn in cases_of(x, provider, args.eager_limit):
-                            got = fn()
-                            off = difference(got, expected[direction]) if direction in expected and provider != "flex" else None
-                            del got
-                            ms, peak = median_ms(fn, rep=30), peak_mib(fn)
-                            rate = (4 if direction.startswith("forward") else 10) * x.pairs * N * D / ms / 1e9
-                            note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul" + ("" if off is None else f", {off:.1e}")
-                            least = least_bytes(x, direction)
-                            shape = f"S {S}, N {N}"
-                            here.append(Row("attn", shape, "bf16", mode, direction, provider, False, ms, least, copy, 0, peak, note))
+                        for row in measured(x, provider, args, copy, product, deadline):
+                            print_row(row)
+                            rows.append(row)
                     except Exception as error:  # a provider may not take the shape or run out of memory: say so and go on
-                        print(f"{provider} {mode} S {S} N {N}: {type(error).__name__}: {str(error)[:200]}")
+                        print(f"{provider} {mode} S {S} N {N}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                     torch.cuda.empty_cache()
                 torch._dynamo.reset()
-            here.sort(key=lambda r: (args.modes.index(r.op), DIRECTIONS.index(r.direction)))
-            print_table(f"attention, S {S}, {N} heads, D {D}, bf16", here)
-            rows += here
     return rows
 
 

@@ -120,17 +120,27 @@ def environment() -> dict[str, str]:
     return found | {name: version for name, version in installed().items() if version}
 
 
-def print_table(title: str, rows: Sequence[Row]) -> None:
+def print_head(title: str) -> None:
     print(f"\n{title}")
     print(f"{'op':16s} {'direction':9s} {'provider':13s} {'graph':5s} {'ms':>8s} {'GB/s':>6s} {'% copy':>6s} {'launches':>8s} {'peak MiB':>9s}")
+
+
+def print_row(r: Row) -> None:
+    rate = f"{r.gbs:6.0f} {r.percent:6.1f}" if r.bytes else f"{'-':>6s} {'-':>6s}"
+    graph = "yes" if r.graph else "no"
+    print(f"{r.op:16s} {r.direction:9s} {r.provider:13s} {graph:5s} {r.ms:8.4f} {rate} {r.launches:8d} {r.peak_mib:9.1f} {r.note}", flush=True)
+
+
+def print_table(title: str, rows: Sequence[Row]) -> None:
+    print_head(title)
     for r in rows:
-        rate = f"{r.gbs:6.0f} {r.percent:6.1f}" if r.bytes else f"{'-':>6s} {'-':>6s}"
-        graph = "yes" if r.graph else "no"
-        print(f"{r.op:16s} {r.direction:9s} {r.provider:13s} {graph:5s} {r.ms:8.4f} {rate} {r.launches:8d} {r.peak_mib:9.1f} {r.note}", flush=True)
+        print_row(r)
 
 
 def write(rows: Sequence[Row], folder: Path) -> list[Path]:
     """CSV and JSONL of the rows with the environment, and a PNG where matplotlib is installed; returns the files."""
+    if not rows:
+        return []
     folder.mkdir(parents=True, exist_ok=True)
     name = rows[0].bench
     table, lines, picture = (folder / f"{name}.{ending}" for ending in ("csv", "jsonl", "png"))
