@@ -40,7 +40,7 @@ from train_example.optim import make_optimizer
 from train_example.parallel import init_parallel, pick_device
 from train_example.run_config import ConfigError, RunConfig, from_dict, read_file
 from train_example.step import LOSSES
-from train_example.train import build_model
+from train_example.train import be_deterministic, build_model
 
 VARIANTS = {"fp32": ("eager", "fp32"), "eager": ("eager", "bf16"), "triton": ("triton", "bf16")}
 # by the first match in a parameter's name
@@ -199,6 +199,8 @@ def compare_fixed(run: Path, variants: list[str], count: int, changes: dict[str,
     path, device = checkpoint.find(str(run), run / "checkpoints"), pick_device(config.device)
     if device.type == "cpu" and "triton" in variants:
         raise ConfigError("variant triton needs an accelerator")
+    if config.deterministic:
+        be_deterministic()
     batches = list(batches_of(run, config, path, count))
     try:
         out = {}

@@ -99,6 +99,13 @@ def nudge(weight: DTensor, ulps: int) -> None:
     weight.copy_(distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None))
 
 
+def be_deterministic() -> None:
+    """Same input, same bits, in this process from now on."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only with a fixed workspace
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # one more launch for every tensor; nothing reads what it did not write
+
+
 def run_folder(config: RunConfig) -> Path:
     """The folder that `out` names, or a new one named after rank 0's clock."""
     name = [config.out or time.strftime("runs/%Y%m%d-%H%M%S")]
@@ -171,9 +178,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     if config.impl == "triton" and device.type == "cpu" and not interpreting():
         raise ConfigError("impl = triton cannot run on a CPU (but for tests, with TRITON_INTERPRET=1); use eager or auto")
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only with a fixed workspace
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # one more launch for every tensor; nothing reads what it did not write
+        be_deterministic()
     warmed = warm_kernels(config, device)
     parallel = init_parallel(device, config.ep, config.startup_timeout, config.ep_group == "own")
     torch.manual_seed(config.seed + parallel.rank)  # for whatever may draw numbers in a forward; the weights have a seed of their own
