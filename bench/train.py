@@ -41,7 +41,7 @@ from train_example import metrics, trace
 from train_example.config import PRESETS
 from train_example.optim import make_optimizer
 from train_example.parallel import Parallel, check_experts, init_parallel, pick_device, shutdown
-from train_example.run_config import MHC_RECOMPUTE, RECOMPUTE, RunConfig, integers
+from train_example.run_config import MHC_RECOMPUTE, RECOMPUTE, RESHARD, RunConfig, integers
 from train_example.step import train_step
 from train_example.train import build_model, warm_kernels
 
@@ -93,6 +93,7 @@ def settings(args: argparse.Namespace, row: Row, ep_group: str = "own", prefetch
         ep=args.ep,
         ep_group=ep_group,
         prefetch=prefetch,
+        reshard=args.reshard,
         device=args.device,
         dtype=args.dtype,
         impl="eager" if variant.startswith("eager") else "auto" if args.device == "cpu" else "triton",
@@ -286,6 +287,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser.add_argument("--ep", type=int, default=-1, help="processes that share the experts; -1 = all")
     parser.add_argument("--ep-groups", nargs="+", default=["own"], choices=("own", "shared"), help="process group of the experts' all-to-all")
     parser.add_argument("--prefetch", nargs="+", type=int, default=[1], help="layers whose weights are gathered ahead")
+    parser.add_argument("--reshard", default="auto", choices=RESHARD, help="whether gathered weights are given up after the forward pass")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu shows that it runs, and no more")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files written")

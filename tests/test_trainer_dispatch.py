@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist_util import run_distributed
+from train_example import dispatch
 from train_example.dispatch import dispatch_experts
 
 D, E, K = 6, 4, 2
@@ -83,6 +84,63 @@ def _two_process_worker(rank, world, tokens_by_rank, forced_ids):
     torch.testing.assert_close(weights.grad, weights2.grad)
     assert w.grad is not None, "an expert without tokens must still get a gradient (zeros), or FSDP's reduce-scatter waits for it"
     torch.testing.assert_close(w.grad, w2.grad[rank * local : (rank + 1) * local])
+
+
+class _Noted(torch.autograd.Function):
+    """x, and a note in `log` when the forward and when the backward pass come by."""
+
+    @staticmethod
+    def forward(ctx, x, log, name):
+        ctx.log, ctx.name = log, name
+        log.append(name)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.log.append(ctx.name + "'")
+        return grad, None, None
+
+
+def _order_of_events(rank, world):
+    """What lies between the start and the end of an exchange, in the forward and in the backward pass."""
+    group, log = dist.new_group(list(range(world))), []
+
+    class Exchange(dispatch._Exchange):
+        def start(self, *args):
+            log.append("start")
+            return super().start(*args)
+
+        def end(self):
+            log.append("end")
+            super().end()
+
+    dispatch._Exchange, kept = Exchange, dispatch._Exchange
+    try:
+        x, ids, weights, cotangent = inputs(5, seed=rank)
+        w = expert_weights()[rank * 2 : rank * 2 + 2].clone().requires_grad_()
+        experts, shared = loop_experts(w), []
+
+        def noted(rows, counts, sizes):
+            return _Noted.apply(experts(rows, counts, sizes), log, "experts")
+
+        halves = [lambda: shared.append(_Noted.apply(x * 2, log, "up")), lambda: shared.append(_Noted.apply(shared[0] * 3, log, "down"))]
+        y, _ = dispatch_experts(x, ids, weights, noted, E, group, meanwhile=halves)
+        (y + shared[1]).backward(cotangent)
+    finally:
+        dispatch._Exchange = kept
+    forward, backward = log[:7], log[7:]
+    grad, x.grad = x.grad, None
+    later, _ = dispatch_experts(x, ids, weights, experts, E, group)
+    (later + x * 6).backward(cotangent)
+    return forward, backward, torch.allclose(x.grad, grad) and torch.allclose(later, y)
+
+
+def test_the_shared_expert_runs_while_rows_travel():
+    way = ["start", "up", "end", "experts", "start", "down", "end"]
+    for forward, backward, same in run_distributed(_order_of_events, 2, timeout_s=30):
+        assert forward == way
+        assert backward == ["start", "down'", "end", "experts'", "start", "up'", "end"]
+        assert same
 
 
 def _all_two_process_cases(rank, world):

@@ -181,6 +181,30 @@ def check_recompute(rank: int) -> dict[str, Any]:
     return found
 
 
+def check_reshard(rank: int) -> dict[str, Any]:
+    """Which weights are still gathered between the passes, the gradients, and whether an evaluation leaves gathered ones behind."""
+    found: dict[str, Any] = {}
+    for reshard in ("auto", "always", "never"):
+        config = run_config(ep=2, reshard=reshard)
+        model, _ = sharded(config)
+        loss = model(*whole_batch()[rank], num_valid_tokens=VALID).loss
+        layer = model.layers[1]
+        # gathered, the experts' weights are DTensors of the ep mesh alone
+        experts = layer.moe.experts.w_down.device_mesh.ndim == 1
+        kept = [not isinstance(layer.attn.q_a.weight, DTensor), experts, not isinstance(layer.attn_norm.weight, DTensor)]
+        loss.backward()
+        got = gradients(model)
+        with torch.no_grad():
+            evaluate(model, [whole_batch()[rank]])
+        masters = [param for param in model.parameters() if isinstance(param, DTensor)]
+        found[reshard] = kept, got, len(masters) == len(list(model.parameters()))
+    return {
+        "kept": {name: value[0] for name, value in found.items()},
+        "equal": all(torch.equal(found[name][1][key], found["auto"][1][key]) for name in found for key in found["auto"][1]),
+        "masters": [value[2] for value in found.values()],
+    }
+
+
 def check_groups(rank: int) -> dict[str, Any]:
     """The ep group, and that the check refuses the mesh torch makes by default."""
     parallel = init_parallel(torch.device("cpu"), 2, 60)
@@ -299,6 +323,7 @@ def _ep_checks(rank: int, world: int) -> dict[str, Any]:
         "tiny_parameters": check_tiny_parameters,
         "accumulation": check_accumulation,
         "recompute": check_recompute,
+        "reshard": check_reshard,
         "groups": check_groups,
         "buffers": check_buffers,
         "not_finite": check_not_finite,
@@ -327,6 +352,13 @@ def test_default_division_leaves_expert_gradients_ep_times_too_large(checks):
     """The mistake that `sum_gradients` is there for: the comparison above must be able to see it."""
     experts, dense = checks["default_division"][0]
     assert experts / dense == pytest.approx(2, abs=1e-4)
+
+
+def test_weights_are_kept_for_the_backward_pass_where_no_other_process_has_them(checks):
+    """Of a projection and an island, which two processes share, and of the experts, which ep alone divides."""
+    for found in checks["reshard"]:
+        assert found["kept"] == {"auto": [False, True, False], "always": [False] * 3, "never": [True] * 3}
+        assert found["equal"] and all(found["masters"])
 
 
 def test_ep_group_is_its_own(checks):

@@ -12,12 +12,16 @@ deterministic on every device.
 
 Counts cross the ranks once and reach the host once. The backward pass exchanges rows alone, and so does a second forward pass of a
 layer that is recomputed: it reads what the first one left on its RoutingTape.
+
+While rows travel the device has something else to do, which the caller names (`meanwhile`): the shared expert. Each exchange has a node of
+its own in the graph where it starts and one where it ends. What the forward pass computes between the two, autograd computes between them
+in the backward pass as well, for it takes the nodes that are ready in the reverse of the order in which they were made.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -25,6 +29,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from train_example.fused import combine, copy_rows, permute_rows
 
@@ -81,26 +86,63 @@ class RoutingTape:
 _TAPE: ContextVar[RoutingTape | None] = ContextVar("routing_tape", default=None)
 
 
-class _AllToAllRows(torch.autograd.Function):
-    """Exchange rows of a [rows, D] tensor with uneven splits; the backward is the same exchange with the splits swapped.
+class _Exchange:
+    """One exchange of rows [rows, D] with uneven splits, and, with the splits swapped, that of their gradients.
 
-    It is a Function (and is called whatever the row counts are) because a collective needs every rank: a rank that sends or receives
-    zero rows must still take part in the backward exchange, or the others wait for it for ever.
+    Functions without a condition, whatever the row counts are, because a collective needs every rank: a rank that sends or receives zero
+    rows must still take part in the backward exchange, or the others wait for it for ever.
     """
 
-    @staticmethod
-    def forward(ctx, rows: Tensor, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.splits, ctx.group = (send_splits, recv_splits), group
+    def __init__(self, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup) -> None:
+        self.send_splits, self.recv_splits, self.group = send_splits, recv_splits, group
+        self.work: dist.Work | None = None
+        self.arriving: Tensor | None = None
+
+    def start(self, rows: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
         out = rows.new_empty((sum(recv_splits), rows.shape[1]))
-        dist.all_to_all_single(out, rows.contiguous(), output_split_sizes=recv_splits, input_split_sizes=send_splits, group=group)
+        splits = {"output_split_sizes": recv_splits, "input_split_sizes": send_splits}
+        self.work = dist.all_to_all_single(out, rows.contiguous(), **splits, group=self.group, async_op=True)
         return out
 
+    def end(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.work = None
+
+    def __call__(self, rows: Tensor, meanwhile: Callable[[], None] | None) -> Tensor:
+        coming = _Start.apply(rows, self)
+        if meanwhile is not None:
+            meanwhile()
+        return _End.apply(coming, self)
+
+
+class _Start(torch.autograd.Function):
     @staticmethod
+    def forward(ctx, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(rows, exchange.send_splits, exchange.recv_splits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _: Tensor):
+        ctx.exchange.end()
+        grad, ctx.exchange.arriving = ctx.exchange.arriving, None
+        return grad, None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, coming: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.end()
+        return coming.view_as(coming)
+
+    @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
-        send_splits, recv_splits = ctx.splits
-        out = grad.new_empty((sum(send_splits), grad.shape[1]))
-        dist.all_to_all_single(out, grad.contiguous(), output_split_sizes=send_splits, input_split_sizes=recv_splits, group=ctx.group)
-        return out, None, None, None
+        exchange = ctx.exchange
+        exchange.arriving = exchange.start(grad, exchange.recv_splits, exchange.send_splits)
+        return grad, None  # _Start waits for the gradients that arrive; this one says that they are on the way
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -138,7 +180,14 @@ def _check(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, ran
 
 @torch.compiler.disable  # the split sizes are read on the host, so a compiled layer breaks its graph here anyway
 def dispatch_experts(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, experts: ExpertsFn, num_experts: int, group: dist.ProcessGroup | None, impl: str = "auto"
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    experts: ExpertsFn,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    impl: str = "auto",
+    meanwhile: Sequence[Callable[[], None]] = (),
 ) -> tuple[Tensor, Tensor]:
     """Run `experts` on the tokens routed to this rank and return every token's weighted sum over its k experts.
 
@@ -152,6 +201,8 @@ def dispatch_experts(
         num_experts: E, over all ranks; rank r holds experts r * L ... (r + 1) * L - 1.
         group: the expert-parallel process group, or None for one process.
         impl: of copying and summing rows, see train_example/fused.py.
+        meanwhile: called in turn while rows travel, the first on their way to the experts and the second on their way back; those that are
+            left (all of them, where no other process holds experts) at the end.
 
     Returns:
         y [T, D] in x.dtype (the sum over k is done in float32) and counts [E] int64: rows of this rank's own tokens for each expert.
@@ -179,8 +230,9 @@ def dispatch_experts(
         raise ValueError(f"expert_ids must lie in [0, {num_experts}): {outside} of {expert_ids.numel()} do not")
 
     rows = copy_rows(x, order, inverse, k, impl)
+    work = iter(meanwhile)
     if ranks > 1:
-        rows = _AllToAllRows.apply(rows, send_splits, recv_splits, group)
+        rows = _Exchange(send_splits, recv_splits, group)(rows, next(work, None))
         expert_of_row = torch.arange(local_experts, device=device).repeat(ranks)
         expert_of_row = expert_of_row.repeat_interleave(recv.reshape(-1), output_size=sum(recv_splits))
         regroup = expert_of_row.argsort(stable=True)
@@ -195,5 +247,7 @@ def dispatch_experts(
 
     if ranks > 1:
         out = permute_rows(out, ungroup, regroup)
-        out = _AllToAllRows.apply(out, recv_splits, send_splits, group)
+        out = _Exchange(recv_splits, send_splits, group)(out, next(work, None))
+    for left in work:
+        left()
     return combine(out, order, inverse, weights, impl).to(x.dtype), counts

@@ -158,9 +158,13 @@ class SharedExpert(nn.Module):
         self.down = nn.Linear(config.expert_dim, config.hidden_size, bias=False)
         self.limit, self.impl = config.swiglu_limit, impl
 
-    def forward(self, x: Tensor) -> Tensor:
+    def hidden(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., I]"""
         gate_up = torch.cat((self.gate(x), self.up(x)), -1)
-        return self.down(swiglu(gate_up.flatten(0, -2), self.limit, self.impl).view(*x.shape[:-1], -1))
+        return swiglu(gate_up.flatten(0, -2), self.limit, self.impl).view(*x.shape[:-1], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.hidden(x))
 
 
 class MoE(nn.Module):
@@ -179,5 +183,11 @@ class MoE(nn.Module):
         """x [B, S, D], token_ids [B, S] -> y [B, S, D], counts [E] int64: rows this rank's tokens sent to each expert."""
         tokens = x.flatten(0, -2)
         chosen, weights = self.router(tokens, token_ids.flatten())
-        routed, counts = dispatch_experts(tokens, chosen, weights, self.experts, self.num_experts, self.ep_group, self.impl)
-        return routed.view_as(x) + self.shared(x), counts
+        dispatched = (tokens, chosen, weights, self.experts, self.num_experts, self.ep_group, self.impl)
+        if torch.compiler.is_compiling():  # the dispatch is no part of the graph, and nor would be what it calls
+            routed, counts = dispatch_experts(*dispatched)
+            return routed.view_as(x) + self.shared(x), counts
+        shared: list[Tensor] = []
+        halves = (lambda: shared.append(self.shared.hidden(x)), lambda: shared.append(self.shared.down(shared[0])))
+        routed, counts = dispatch_experts(*dispatched, meanwhile=halves)
+        return routed.view_as(x) + shared[1], counts
