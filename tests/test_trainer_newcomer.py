@@ -152,6 +152,20 @@ def test_resume_mixes_no_runs(tmp_path, capsys):
     assert len(list(checkpoints.iterdir())) == 3, "no attempt took a checkpoint away"
 
 
+@pytest.mark.parametrize("harm", ["missing", "cut"])
+def test_damaged_checkpoint_is_named(tmp_path, capsys, harm):
+    run = tmp_path / "run"
+    assert main(arguments(run)) == 0
+    (shard,) = (run / "checkpoints").glob("*/*.distcp")
+    shard.unlink() if harm == "missing" else shard.write_bytes(shard.read_bytes()[:1000])
+    capsys.readouterr()
+    assert main(arguments(tmp_path / "other", "--resume", str(run))) == 2
+    error = capsys.readouterr().err
+    assert re.match(r"error: .*step_00000003 is damaged, resume from another checkpoint; rank 0: ", error), error
+    assert error.count("\n") == 1
+    assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [

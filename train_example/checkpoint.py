@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from train_example.parallel import barrier
 from train_example.run_config import ConfigError
@@ -147,9 +148,16 @@ def check_data(path: Path, data: dict[str, Any], allowed: bool) -> bool:
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model, optimizer state and this rank's RNG state from a checkpoint, whatever meshes it was written on. Collective."""
+    """Fill model, optimizer state and this rank's RNG state from a checkpoint, whatever meshes it was written on. Collective.
+
+    ConfigError on every rank if one of them cannot read its part of it.
+    """
     rank, device = str(dist.get_rank()), next(model.parameters()).device
-    dcp.load(_tensors(model, optimizer), checkpoint_id=path)
+    try:
+        dcp.load(_tensors(model, optimizer), checkpoint_id=path)
+    except CheckpointException as error:  # of all ranks, whichever failed
+        failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
+        raise ConfigError(f"{path} is damaged, resume from another checkpoint; rank {failed}: {str(reason).splitlines()[0]}") from error
     rng = {"rng": {rank: _rng_state(device)}}
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     if all(f"rng.{rank}.{kind}" in saved for kind in rng["rng"][rank]):  # else the saving run had no such rank, or no such device
