@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,33 @@ def test_export_replaces_only_its_own(tmp_path):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ConfigError, match="is no checkpoint that this trainer wrote"):
             check_target(tmp_path)
+
+
+def test_export_is_whole_at_any_time(tmp_path, monkeypatch):
+    """Killed or refused between any two of the file system's operations, a whole export is there, the old one or the new one."""
+    folder, new = tmp_path / "export", tmp_path / ".export.tmp"
+
+    def make(path: Path, content: str) -> None:
+        path.mkdir()
+        (path / "weights").write_text(content)
+
+    def whole() -> set[str]:
+        return {(path / "weights").read_text() for path in tmp_path.iterdir() if (path / "weights").exists() and path != new}
+
+    states: list[set[str]] = []
+    rename = os.replace
+    make(folder, "old")
+    make(new, "new")
+    monkeypatch.setattr(hf_checkpoint.os, "replace", lambda a, b: (states.append(whole()), rename(a, b), states.append(whole())))
+    hf_checkpoint._publish(new, folder)
+    assert states == [{"old"}, {"old"}, {"old"}, {"old", "new"}]
+    assert [path.name for path in tmp_path.iterdir()] == ["export"] and whole() == {"new"}
+
+    make(new, "newer")
+    monkeypatch.setattr(hf_checkpoint.os, "replace", lambda a, b: rename(a, b) if a != new else (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        hf_checkpoint._publish(new, folder)
+    assert (folder / "weights").read_text() == "new"
 
 
 @pytest.mark.parametrize("config", [TINY, SMALL, FLASH, PRO, dataclasses.replace(SMALL, yarn_factor=1.0, kl_target="marginal", hash_seed=3)])

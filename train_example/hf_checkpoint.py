@@ -284,13 +284,23 @@ def save_folder(folder: Path, model: nn.Module, config: ModelConfig, file_bytes:
 
         _from_rank_0(write)
 
-    def publish() -> None:
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-
-    _from_rank_0(publish)
+    _from_rank_0(lambda: _publish(temporary, folder))
     return names
+
+
+def _publish(new: Path, folder: Path) -> None:
+    """Rename `new` to `folder`. An earlier one is out of the way before and gone after, so at any time one of the two is whole."""
+    earlier = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(earlier, ignore_errors=True)
+        os.replace(folder, earlier)
+    try:
+        os.replace(new, folder)
+    except OSError:
+        if earlier.exists():
+            os.replace(earlier, folder)
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _numel(piece: Piece, tensors: dict[str, Tensor]) -> int:
