@@ -80,6 +80,7 @@ def worker(args: argparse.Namespace) -> None:
     times["ready"] = time.time()
     figures: dict[str, Any] = {"warmup": None}
     plan = Plan.from_json(args.plan.read_text()) if args.plan else plan_for(config, args.dtype)
+    plan = plan.for_target(triton.runtime.driver.active.get_current_target())
     if args.warmup:
         report = warmup(plan, "cuda")
         figures["warmup"] = {

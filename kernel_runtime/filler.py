@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kernel_runtime import cache
+from kernel_runtime.guard import compiling_allowed
 
 
 @dataclass
@@ -72,6 +75,8 @@ class Filler:
         self.target, self.report, self.lock_timeout, self.measure = target, report, lock_timeout, measure
         self.extension = EXTENSION[target.backend]
         self.entries: list[tuple[Row, Any]] = []
+        self._moving = threading.Lock()
+        self._progress = time.monotonic()
         for op, spec in plan:
             try:
                 self.entries.append((Row(op, spec.name, spec.cache_hash(target)), spec))
@@ -82,8 +87,8 @@ class Filler:
     def folder(self) -> Path:
         return Path(self.report.folder)
 
-    def inspect(self, row: Row) -> cache.EntryState:
-        return cache.inspect(self.folder, row.key, row.kernel, self.extension)
+    def inspect(self, row: Row, folder: Path | None = None) -> cache.EntryState:
+        return cache.inspect(folder or self.folder, row.key, row.kernel, self.extension)
 
     def choose_folder(self) -> None:
         """Keeps the folder if it can be written or needs no writing, else moves to a private one of this node, with what is there."""
@@ -91,6 +96,19 @@ class Filler:
         if reason and any(self.inspect(row).state != "ok" for row, _ in self.entries):
             self._move(reason)
         cache.use_folder(self.folder)
+
+    def _leave(self, folder: Path, reason: str) -> bool:
+        """Moves on from `folder`, where another thread has not done so; what was done there stays done."""
+        with self._moving:
+            if self.folder != folder:
+                return True
+            if not self._move(reason):
+                return False
+            for row, _ in self.entries:
+                if self.inspect(row).state == "moved":
+                    with contextlib.suppress(OSError):
+                        cache.adopt(self.folder, row.key, row.kernel)
+            return True
 
     def _move(self, reason: str) -> bool:
         path, why = cache.fallback_folder(self.folder)
@@ -122,36 +140,52 @@ class Filler:
                 self.report.say(f"{error}; going on without it")
             yield
 
-    def run(self, rank: int, world: int) -> None:
-        """Every entry; entries that another process has in hand come again later.
+    def run(self, rank: int, world: int, threads: int = 1) -> None:
+        """Every entry, by so many threads; entries that another process has in hand come again later.
 
-        This process begins with every `world`-th: those that compile for long are neighbours in a plan (the forms of one kernel), and
-        are so spread over the processes.
+        Gluon kernels first, as one of them compiles for as long as ten others, and they should not be what is left at the end. Of these and
+        of the rest this process begins with every `world`-th: the forms of one kernel are neighbours in a plan and take alike, so they are
+        spread over the processes.
         """
         self.report.rows.extend(row for row, _ in self.entries)
         world = max(world, 1)
-        waiting = deque(entry for i in range(world) for entry in self.entries[(rank + i) % world :: world])
-        since, idle = time.monotonic(), 0
-        while waiting:
-            row, spec = waiting.popleft()
-            begun = time.perf_counter()
-            done = self._one(row, spec, wait_is_over=time.monotonic() - since > self.lock_timeout)
-            if done:
-                row.seconds += time.perf_counter() - begun
-                since, idle = time.monotonic(), 0
-                continue
-            waiting.append((row, spec))
-            idle += 1
-            if idle >= len(waiting):
-                time.sleep(0.02)
-                idle = 0
+        long, rest = ([entry for entry in self.entries if entry[1].gluon == wanted] for wanted in (True, False))
+        waiting = deque(entry for part in (long, rest) for i in range(world) for entry in part[(rank + i) % world :: world])
+        self._progress = time.monotonic()
+        if threads <= 1:
+            self._work(waiting)
+            return
+        with ThreadPoolExecutor(threads, "warmup") as pool:
+            for worker in [pool.submit(self._work, waiting) for _ in range(threads)]:
+                worker.result()
+
+    def _work(self, waiting: deque[tuple[Row, Any]]) -> None:
+        """One thread: it ends when no entry is waiting; those in the hands of other threads are theirs."""
+        idle = 0
+        with compiling_allowed():
+            while True:
+                try:
+                    row, spec = waiting.popleft()
+                except IndexError:
+                    return
+                begun = time.perf_counter()
+                if self._one(row, spec, wait_is_over=time.monotonic() - self._progress > self.lock_timeout):
+                    row.seconds += time.perf_counter() - begun
+                    self._progress, idle = time.monotonic(), 0
+                    continue
+                waiting.append((row, spec))
+                idle += 1
+                if idle >= len(waiting):
+                    time.sleep(0.02)
+                    idle = 0
 
     def _one(self, row: Row, spec: Any, wait_is_over: bool) -> bool:
         state = self.inspect(row)
         if state.state == "ok":
             row.state, row.bytes = "cached", state.bytes
             return True
-        lock = cache.Lock(self.folder, row.key)
+        folder = self.folder
+        lock = cache.Lock(folder, row.key)
         if not lock.try_acquire():
             if not wait_is_over:
                 return False
@@ -159,9 +193,11 @@ class Filler:
             self.report.say(f"{row.kernel}: {holder}; compiling it here as well")
         self.report.say(lock.warning)
         try:
-            self._make(row, spec)
+            self._make(row, spec, folder)
         except OSError as error:
-            if error.errno not in cache.STORAGE_ERRORS or not self._move(f"{self.folder}: {error.strerror}"):
+            if self._left(folder):
+                return False
+            if error.errno not in cache.STORAGE_ERRORS or not self._leave(folder, f"{folder}: {error.strerror}"):
                 row.state, row.note = "failed", one_line(error)
                 return True
             return False  # again, in the other folder
@@ -169,21 +205,26 @@ class Filler:
             row.state, row.note = "failed", one_line(error)
         finally:
             lock.release()
-        return True
+        return not self._left(folder)
 
-    def _make(self, row: Row, spec: Any) -> None:
-        state = self.inspect(row)  # another process may have been here between the look and the lock
+    def _left(self, folder: Path) -> bool:
+        """Whether another thread has found `folder` full: what was made meanwhile may be in either, or in parts in both."""
+        with self._moving:
+            return self.folder != folder
+
+    def _make(self, row: Row, spec: Any, folder: Path) -> None:
+        state = self.inspect(row, folder)  # another process may have been here between the look and the lock
         if state.state == "ok":
             row.state, row.bytes = "cached", state.bytes
             return
         if state.state == "moved":
-            cache.adopt(self.folder, row.key, row.kernel)
+            cache.adopt(folder, row.key, row.kernel)
             row.state, row.bytes = "adopted", state.bytes
             return
         if state.state == "corrupt":
             self.report.say(f"{row.kernel}: damaged cache entry replaced ({state.reason})")
-            cache.discard(self.folder, row.key)
-        cache.sweep(self.folder, row.key)
+            cache.discard(folder, row.key)
+        cache.sweep(folder, row.key)
         from kernel_runtime.targets import build_launcher
 
         # the launcher first: other processes take a kernel that is there for complete, and load it
@@ -192,7 +233,7 @@ class Filler:
         if kernel.hash != row.key:
             keys = f"stored key {kernel.hash[:12]} where {row.key[:12]} was expected"
             raise RuntimeError(f"Triton {keys}; this Triton version is not supported")
-        cache.seal(self.folder, row.key)
+        cache.seal(folder, row.key)
         row.state = "repaired" if state.state == "corrupt" else "compiled"
         row.bytes = len(kernel.kernel)
         if self.measure:

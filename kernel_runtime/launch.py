@@ -37,6 +37,7 @@ class Spec:
             For the traffic estimate.
     minimal_bytes  bytes a token that the kernel must move between global memory and the chip, weights apart; 0 = not stated.
     arch    the NVIDIA architecture (90 is sm_90) that the kernel is for, or the first and the last one; None if it is for all.
+    yields_on  NVIDIA architectures on which impl="auto" takes another kernel: there it runs only where it is asked for by name.
     """
 
     kernel: Any
@@ -50,6 +51,7 @@ class Spec:
     tokens: float | Mapping[str, float] = 0
     minimal_bytes: float = 0.0
     arch: int | tuple[int, int] | None = None
+    yields_on: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

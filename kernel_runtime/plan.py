@@ -9,7 +9,7 @@ import importlib
 import json
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,10 @@ class Plan:
     def of(cls, entries: Iterable[tuple[str, Spec]]) -> Plan:
         found: dict[Any, tuple[str, Spec]] = {}
         for op, spec in entries:
-            found.setdefault(spec.identity, (op, spec))
+            first_op, first = found.setdefault(spec.identity, (op, spec))
+            if first.yields_on != spec.yields_on:  # a kernel that one user leaves and another takes is needed where either takes it
+                both = tuple(arch for arch in first.yields_on if arch in spec.yields_on)
+                found[spec.identity] = first_op, replace(first, yields_on=both)
         return cls(tuple(found.values()))
 
     def __iter__(self) -> Iterator[tuple[str, Spec]]:
@@ -51,8 +54,14 @@ class Plan:
         return Plan(tuple((op, s) for op, s in self.entries if backend in s.targets))
 
     def for_target(self, target: Any) -> Plan:
-        """The entries that run on a Triton GPUTarget: those of its backend, without those for another architecture."""
-        return Plan(tuple((op, s) for op, s in self.for_backend(target.backend) if s.runs_on(target)))
+        """The entries that run on a Triton GPUTarget: those of its backend, without those for another architecture, and without those in
+        whose place impl="auto" takes another kernel there."""
+        entries = ((op, s) for op, s in self.for_backend(target.backend) if s.runs_on(target))
+        return Plan(tuple((op, s) for op, s in entries if target.backend != "cuda" or target.arch not in s.yields_on))
+
+    def by_name(self) -> Plan:
+        """With the kernels that run only where an implementation is asked for by name, on every target."""
+        return Plan(tuple((op, replace(s, yields_on=()) if s.yields_on else s) for op, s in self.entries))
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "kernels": [{"op": op, **_encode_spec(spec)} for op, spec in self.entries]}, indent=1)
@@ -120,7 +129,7 @@ def _encode_spec(spec: Spec) -> dict[str, Any]:
         "kernel": f"{spec.kernel.__module__}:{spec.name}", "types": dict(spec.types),
         "consts": {n: _encode(v) for n, v in spec.consts.items()}, "num_warps": spec.num_warps, "num_stages": spec.num_stages,
         "options": {n: _encode(v) for n, v in spec.options.items()}, "hot": spec.hot, "targets": list(spec.targets),
-        "arch": spec.arch,
+        "arch": spec.arch, "yields_on": list(spec.yields_on),
     }  # fmt: skip
 
 
@@ -128,5 +137,5 @@ def _decode_spec(item: dict[str, Any], source: str) -> Spec:
     return Spec(
         _find(item["kernel"], source), item["types"], {n: _decode(v) for n, v in item["consts"].items()}, item["num_warps"],
         item["num_stages"], item["hot"], tuple(item["targets"]), {n: _decode(v) for n, v in item["options"].items()},
-        arch=tuple(item["arch"]) if isinstance(item["arch"], list) else item["arch"],
+        arch=tuple(item["arch"]) if isinstance(item["arch"], list) else item["arch"], yields_on=tuple(item.get("yields_on", ())),
     )  # fmt: skip

@@ -27,6 +27,7 @@ from kernel_runtime.guard import compiling_allowed
 from kernel_runtime.impl import interpreting, triton_installed
 
 LOCK_TIMEOUT = 900.0
+MAX_THREADS = 16  # that compile in one process; a seventh of a compilation is Python, so more would only wait for each other
 
 
 def _load_on_device(filler: Filler, specs: dict[str, Any]) -> None:
@@ -70,7 +71,7 @@ def _warm_npu(plan: Any, report: Report, lock_timeout: float) -> None:
 
 def warmup(
     plan: Any, device: str | torch.device = "auto", *, dtype: str | None = None, cache_dir: str | os.PathLike[str] | None = None,
-    lock_timeout: float = LOCK_TIMEOUT, barrier: bool = True, log: Callable[[str], None] | None = None,
+    lock_timeout: float = LOCK_TIMEOUT, barrier: bool = True, log: Callable[[str], None] | None = None, threads: int | None = None,
 ) -> Report:  # fmt: skip
     """Compiles, or finds in the cache, every kernel of `plan` and loads it onto `device`; afterwards a step compiles nothing.
 
@@ -81,6 +82,7 @@ def warmup(
     lock_timeout  seconds without progress after which a kernel that another process has in hand is compiled here as well.
     barrier   wait for all ranks at the end, where torch.distributed is initialised.
     log       called with each line worth a log.
+    threads   that compile in this process; by default the cores that it may use, shared with the other processes of the node.
 
     A kernel that does not compile is a failed row of the report, not an exception: an op may never need it. Nothing about a damaged,
     read-only or full cache folder stops training; the report's messages say what was done.
@@ -95,7 +97,7 @@ def warmup(
 
         whole = plan if isinstance(plan, Plan) else plan_for(plan, dtype)
         with compiling_allowed(), torch.get_device_module(chosen).device(chosen):
-            report = _warm_device(whole, chosen, cache_dir, lock_timeout)
+            report = _warm_device(whole, chosen, cache_dir, lock_timeout, threads)
     if barrier and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()
     report.seconds = time.perf_counter() - begun
@@ -105,7 +107,7 @@ def warmup(
     return report
 
 
-def _warm_device(plan: Any, device: torch.device, cache_dir: Any, lock_timeout: float) -> Report:
+def _warm_device(plan: Any, device: torch.device, cache_dir: Any, lock_timeout: float, threads: int | None) -> Report:
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
@@ -122,9 +124,15 @@ def _warm_device(plan: Any, device: torch.device, cache_dir: Any, lock_timeout: 
     filler = Filler(plan, target, report, lock_timeout, measure=False)
     filler.choose_folder()
     rank, world = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
-    filler.run(rank, world)
+    filler.run(rank, world, _threads(world) if threads is None else threads)
     _load_on_device(filler, {row.key: spec for row, spec in filler.entries})
     return report
+
+
+def _threads(processes: int) -> int:
+    """Of the cores that this process may use, its share among the processes of the node."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_THREADS, cores // max(1, processes)))
 
 
 def _pick_device(device: str | torch.device) -> torch.device:
@@ -167,8 +175,7 @@ def _compile_part(plan_json: str, target: str, folder: str, rank: int, world: in
     parsed, report = parse_target(target), Report(target, folder)
     filler = Filler(Plan.from_json(plan_json).for_target(parsed), parsed, report, lock_timeout, measure=True)
     filler.choose_folder()
-    with compiling_allowed():
-        filler.run(rank, world)
+    filler.run(rank, world)
     return report
 
 
@@ -226,7 +233,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto, cuda or npu: compile for it and load; ignored with --target")
     parser.add_argument("--target", help="compile ahead of time with no device: sm_90, gfx942 (Ascend910B3: a check alone)")
     parser.add_argument("--cache-dir", type=Path, help="folder to fill; default: Triton's")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile (with --target)")
+    parser.add_argument("--jobs", type=int, help="processes that compile, with --target (1 if not given); else threads (the cores)")
+    parser.add_argument("--by-name", action="store_true", help="also kernels that run only for an impl asked for by name, as impl='portable'")
     parser.add_argument("--dry-run", action="store_true", help="list the kernels and their state, compile nothing")
     parser.add_argument("--check", action="store_true", help="as --dry-run, and exit with 1 if anything would have to compile")
     parser.add_argument("--save-plan", type=Path, help="write the plan as JSON")
@@ -257,6 +265,8 @@ def _run(args: argparse.Namespace) -> Report:
     from kernel_runtime.targets import parse_target
 
     plan = load_plan(args.config, args.dtype)
+    if args.by_name:
+        plan = plan.by_name()
     if args.save_plan:
         args.save_plan.write_text(plan.to_json())
     if not args.target and _pick_device(args.device).type == "cpu":
@@ -265,8 +275,8 @@ def _run(args: argparse.Namespace) -> Report:
         target = parse_target(args.target) if args.target else triton.runtime.driver.active.get_current_target()
         return look(plan, target, args.cache_dir or cache.default_folder())
     if args.target:
-        return compile_ahead(plan, args.target, args.cache_dir, args.jobs)
-    return warmup(plan, args.device, cache_dir=args.cache_dir)
+        return compile_ahead(plan, args.target, args.cache_dir, args.jobs or 1)
+    return warmup(plan, args.device, cache_dir=args.cache_dir, threads=args.jobs)
 
 
 def _check_ascend(args: argparse.Namespace) -> int:
@@ -277,7 +287,7 @@ def _check_ascend(args: argparse.Namespace) -> int:
         return 2
     from kernel_runtime.ascend.__main__ import main as check
 
-    return check(["--model", args.config, "--target", args.target, "--jobs", str(args.jobs), "--report", args.report])
+    return check(["--model", args.config, "--target", args.target, "--jobs", str(args.jobs or 2), "--report", args.report])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def own_entries(name, target):
 
     seen = set()
     for other in PRESETS:
-        plan = plan_for(other).for_target(target)
+        plan = plan_for(other).by_name().for_target(target)
         if other == name:
             return [(op, spec) for op, spec in plan if spec.identity not in seen]
         seen |= {spec.identity for _, spec in plan}

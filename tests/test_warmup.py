@@ -62,7 +62,7 @@ def test_launch_and_ahead_of_time_keys_agree(name, hopper, tmp_path, monkeypatch
         raise Stop
 
     monkeypatch.setattr(triton.compiler, "compile", compile)
-    plan = plan_for(name).for_backend("cuda")
+    plan = plan_for(name).by_name().for_target(hopper)
     assert len(plan)
     from triton.compiler.compiler import make_backend
 
@@ -149,7 +149,8 @@ def test_warmup_on_a_device_then_nothing_compiles(tmp_path, hopper, monkeypatch)
     plan, lines = small_plan(), []
     forget(plan)
     with cache_folder(tmp_path), fake_driver(hopper) as driver:
-        first = module.warmup(plan, "cuda", log=lines.append)
+        with forbid_compile("error"):  # which means others: warmup compiles in four threads of its own
+            first = module.warmup(plan, "cuda", log=lines.append, threads=4)
         assert first.count("compiled") == 4 and not first.failed, first.table()
         assert "4 compiled" in lines[-1]
         forget(plan)
@@ -230,6 +231,34 @@ def test_plans_survive_json():
         assert [s.identity for _, s in Plan.from_json(plan.to_json())] == [s.identity for _, s in plan]
     with pytest.raises(ValueError, match="no plan of format"):
         Plan.from_json("[]")
+
+
+def test_kernels_that_are_never_chosen_are_not_compiled(hopper):
+    """The attention has kernels for sm_90, which take the place of the portable ones there: for bf16 alone, and unless asked by name."""
+    from kernel_runtime.plan import Plan, plan_for
+    from kernel_runtime.targets import parse_target
+
+    def names(plan, target):
+        return {spec.name for _, spec in plan.for_target(parse_target(target))}
+
+    plan = Plan.from_json(plan_for("flash").to_json())
+    both = {"attention_fwd_kernel", "hopper_fwd_kernel"}
+    assert names(plan, "sm_90") & both == {"hopper_fwd_kernel"} and "places_kernel" in names(plan, "sm_90")
+    assert names(plan.by_name(), "sm_90") & both == both
+    for target in ("sm_80", "sm_100", "gfx942"):
+        assert names(plan, target) & both == {"attention_fwd_kernel"}, target
+    assert names(plan_for("flash", "fp32"), "sm_90") & both == {"attention_fwd_kernel"}
+
+
+def test_a_kernel_of_two_users_is_left_out_where_both_leave_it(hopper):
+    from dataclasses import replace
+
+    from kernel_runtime.plan import Plan
+
+    (op, spec), *_ = small_plan()
+    for marks, kept in (((), (90,)), True), (((90,), ()), True), (((90, 100), (90,)), False):
+        plan = Plan.of((op, replace(spec, yields_on=mark)) for mark in marks)
+        assert (spec in plan.for_target(hopper)) == kept, marks
 
 
 def cli(*args, cache):

@@ -184,6 +184,20 @@ print(json.dumps({"states": [r.state for r in report.rows], "messages": report.m
 """
 
 
+THREADS = """
+import json, sys
+from kernel_runtime.filler import Filler, Report
+from kernel_runtime.targets import parse_target
+from warmup_tools import small_plan
+target, report = parse_target("sm_90"), Report("sm_90", sys.argv[1])
+filler = Filler(small_plan(tuple(map(int, sys.argv[2:]))).for_target(target), target, report, 60.0, measure=False)
+filler.choose_folder()
+filler.run(0, 1, threads=THREADS)
+assert not any(filler.inspect(row).state != "ok" for row in report.rows)
+print(json.dumps({"states": [r.state for r in report.rows], "messages": report.messages, "folder": report.folder}))
+"""
+
+
 @needs_mounts
 def test_full_disk(tmp_path):
     """A folder that runs full: the message says so, and the kernels end up in a private folder of the node."""
@@ -196,11 +210,13 @@ def test_full_disk(tmp_path):
 
 
 @needs_mounts
-def test_disk_that_fills_up_on_the_way(tmp_path):
-    """Room for the probe and a first kernel, not for all: what was made is carried over."""
+@pytest.mark.parametrize("threads", [1, 4])
+def test_disk_that_fills_up_on_the_way(tmp_path, threads):
+    """Room for the probe and a first kernel, not for all: what was made is carried over. Of several threads all move on."""
     mount = tmp_path / "small"
     mount.mkdir()
-    result = in_mount([sys.executable, "-c", REPORT, str(mount / "cache"), *"234568"], mount, "size=1200k")
+    report = REPORT if threads == 1 else THREADS.replace("THREADS", str(threads))
+    result = in_mount([sys.executable, "-c", report, str(mount / "cache"), *"234568"], mount, "size=1200k")
     data = json.loads(result.stdout) if result.returncode == 0 else pytest.fail(result.stderr)
     assert set(data["states"]) == {"compiled"}, data
     assert any("No space left" in m for m in data["messages"]) and not data["folder"].startswith(str(mount)), data

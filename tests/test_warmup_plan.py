@@ -23,9 +23,11 @@ FLASH_KERNELS = dataclasses.replace(
 )  # fmt: skip
 
 
-def check_steps(config, dtype, lengths):
-    """A training step of each length and an evaluation in between; every launch must be in the plan, with the arguments it declares."""
+def check_steps(config, dtype, lengths, target=None):
+    """A training step of each length and an evaluation in between; every launch must be in the plan (of the target, if one is named), with
+    the arguments it declares."""
     from kernel_runtime.plan import plan_for
+    from kernel_runtime.targets import parse_target
 
     torch.manual_seed(0)
     model = DeepSeekV4(config, impl="auto")
@@ -34,6 +36,8 @@ def check_steps(config, dtype, lengths):
         if id(param) not in islands:
             param.data = param.data.to(dtype)
     plan = plan_for(config, {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype])
+    if target is not None:
+        plan = plan.for_target(parse_target(target))
     with record() as recording:
         for length, training in [*((length, True) for length in lengths), (lengths[-1] + 4, False)]:
             ids = torch.randint(0, config.vocab_size, (1, length + 1))
@@ -69,7 +73,7 @@ def test_bf16_launches_nothing_outside_the_plan(config, sm_90, monkeypatch):
     monkeypatch.setattr(launch.Spec, "launch", launch_nothing)
     if sm_90:
         monkeypatch.setattr(choice, "hopper_supports", lambda q: None)
-    check_steps(config, torch.bfloat16, (40, 150, 600))
+    check_steps(config, torch.bfloat16, (40, 150, 600), "sm_90" if sm_90 else "sm_80")
 
 
 def test_csa_ratio_decides_which_layers_have_an_indexer():

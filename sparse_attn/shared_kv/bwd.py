@@ -41,7 +41,8 @@ from sparse_attn.shared_kv.fwd import (
 )
 from sparse_attn.shared_kv.lists import occurrence_spec, single_lists, single_spec
 from sparse_attn.shared_kv.owner import owner_lists, owner_spec, owner_sum
-from sparse_attn.shared_kv.places import NUMBER, RIGHT_ALIGNED, places_of, places_spec
+from sparse_attn.shared_kv.places import places_of
+from sparse_attn.shared_kv.places import specs as places_specs
 from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
 from sparse_attn.shared_kv.used import used_of, used_spec
 
@@ -219,9 +220,7 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     row or packed documents, right aligned."""
     dtype = next(d for d, name in TRITON_DTYPE.items() if name == shape.dtype)
     N, D = shape.heads, shape.head_dim
-    for compressed in (False, True):
-        yield places_spec(False, NUMBER, compressed)
-        yield places_spec(True, RIGHT_ALIGNED, compressed)
+    yield from places_specs()
     for npu in (False, True):
         for mode in (NONE, ALL, SELECTED):
             yield forward_spec(dtype, N, D, mode, True, npu)

@@ -82,14 +82,17 @@ def hopper_bwd(dout: torch.Tensor, q: torch.Tensor, *args: Any) -> Any:
 
 
 def specs(shape: ModelShape) -> Iterator[Spec]:
-    """Of both; those for sm_90 where Triton has the dialect that they are written in (Triton-Ascend has not)."""
+    """Of both; those for sm_90 where Triton has the dialect that they are written in (Triton-Ascend has not). Where there are
+    some, the portable ones are marked: on sm_90 they run for impl="portable" alone, except for those that both use."""
     import triton
 
     from sparse_attn.shared_kv.bwd import specs as portable_specs
 
-    yield from portable_specs(shape)
+    hopper: list[Spec] = []
     if triton.__version__.startswith(tuple(f"{v}." for v in TRITON_VERSIONS)):
         from sparse_attn.shared_kv.hopper.bwd import specs as hopper_specs
 
-        for spec in hopper_specs(shape):
-            yield replace(spec, arch=90) if spec.gluon else spec
+        hopper = [replace(spec, arch=90) if spec.gluon else spec for spec in hopper_specs(shape)]
+    for spec in portable_specs(shape):
+        yield replace(spec, yields_on=(90,)) if hopper else spec
+    yield from hopper

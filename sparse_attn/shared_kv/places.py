@@ -9,6 +9,7 @@ backward uses to find the queries of a key by bisection. A query after the last 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -88,6 +89,13 @@ def places_spec(packed: bool, offset: int, compressed: bool) -> Spec:
         types={**dict.fromkeys(("places", "cu_q", "cu_ori", "cu_cmp", "offsets"), "*i32"), **dict.fromkeys(_NUMBERS, "i32")},
         consts={"PACKED": packed, "OFFSET": offset, "COMPRESSED": compressed, "BLOCK": BLOCK},
     )
+
+
+def specs() -> Iterator[Spec]:
+    """What a model launches: one sequence a row or packed documents, right aligned, with compressed entries or without."""
+    for compressed in (False, True):
+        yield places_spec(False, NUMBER, compressed)
+        yield places_spec(True, RIGHT_ALIGNED, compressed)
 
 
 def places_of(

@@ -33,6 +33,7 @@ from sparse_attn.shared_kv.hopper.owner_sum import (
 )
 from sparse_attn.shared_kv.hopper.probs import probs_spec
 from sparse_attn.shared_kv.places import places_of
+from sparse_attn.shared_kv.places import specs as places_specs
 from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
 
 BN = 32  # keys of a tile
@@ -166,6 +167,7 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     if dtype not in DTYPES or D not in HEAD_DIMS:
         return
     groups = triton.cdiv(N, HEADS)
+    yield from places_specs()
     yield used_spec()
     yield probs_spec(dtype, N, D)
     yield delta_spec(dtype, D)
