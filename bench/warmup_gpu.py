@@ -86,6 +86,7 @@ def worker(args: argparse.Namespace) -> None:
         figures["warmup"] = {
             "seconds": report.seconds, "compiled": report.count("compiled"), "cached": report.count("cached", "adopted"),
             "failed": [f"{r.kernel}: {r.note}" for r in report.failed], "messages": report.messages,
+            "kernels": [(r.kernel, r.state, round(r.seconds, 3)) for r in sorted(report.rows, key=lambda r: -r.seconds)],
         }  # fmt: skip
     figures["compiled_before_step"], figures["loaded_before_step"] = len(compiled), len(loaded)
 
