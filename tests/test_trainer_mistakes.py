@@ -12,6 +12,7 @@ from indexer import indexer_kl_loss
 from sparse_attn import sparse_attn_shared_kv
 from tests.trainer_util import SMALL, plain_model, run_config, tokens
 from train_example import model as model_module
+from train_example.model import Embedding
 from train_example.moe import hash_table
 from train_example.parallel import moe_modules
 from train_example.step import balance_routers
@@ -113,3 +114,32 @@ def test_balance_moves_the_bias_of_top_k_routers_alone():
     assert biases[0] is None, "the hash router has nothing to move"
     for bias in biases[1:]:
         assert bias.tolist() == [-0.5, 0.5, 0.5, 0.5]
+
+
+def test_gradient_of_a_frequent_token_is_not_summed_in_bf16():
+    embed = Embedding(3, 4).bfloat16()
+    ids = torch.zeros(2, 2048, dtype=torch.int64)
+    ids[0, 0] = 2
+    out = embed(ids)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, embed.weight[ids])
+    out.sum().backward()
+    assert embed.weight.grad is not None
+    assert embed.weight.grad[:, 0].tolist() == [4096, 0, 1], "4095 rounds to 4096"
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_gradients_are_copied_as_fsdp_would(processes):
+    """Rows that the processes do not divide, fewer rows than processes, a gradient with other strides; every element of the buffer is written."""
+    g = torch.Generator().manual_seed(5)
+    grads = [torch.randn(shape, generator=g) for shape in ((6, 2), (5, 3), (1,), (2, 2, 2), (7,))] + [torch.randn(4, 5, generator=g).t()]
+    padded = sum(-(-grad.shape[0] // processes) * processes * (grad.numel() // grad.shape[0]) for grad in grads)
+    want = torch._chunk_cat([grad.contiguous() for grad in grads], 0, processes)
+    reduce = SumGradients(processes)
+    buffer = reduce.allocate((padded,), dtype=torch.float32, device=torch.device("cpu"))
+    assert isinstance(buffer, torch.Tensor)
+    buffer.fill_(torch.nan)
+    torch.ops.fsdp.chunk_cat(grads, dim=0, num_chunks=processes, out=buffer.view(processes, -1))
+    assert torch.equal(buffer.as_subclass(torch.Tensor).view(processes, -1), want)
+    out = reduce.allocate((padded // processes,), dtype=torch.float32, device=torch.device("cpu"))
+    assert type(out) is torch.Tensor and (out.data_ptr() == buffer.data_ptr()) == (processes == 1)
+    assert reduce.allocate((padded,), dtype=torch.float32, device=torch.device("cpu")).data_ptr() != buffer.data_ptr(), "the next backward pass"

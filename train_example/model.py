@@ -43,6 +43,19 @@ class ModelOutput(NamedTuple):
     expert_counts: Tensor  # [MoE sites, E] int64: rows this process's tokens sent to each expert; the MTP block's site comes last
 
 
+class Embedding(nn.Embedding):
+    """nn.Embedding whose gradient in bf16 or fp16 is summed in fp32 on a CPU too, as it is on a GPU.
+
+    torch's CPU backward adds up a token's rows in the weight's own dtype: in bf16 the sum of a frequent byte stops growing (at 4096 equal
+    rows it is 16 times too small).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.weight.device.type == "cpu" and self.weight.element_size() == 2:
+            return F.embedding(input, self.weight.float()).to(self.weight.dtype)
+        return super().forward(input)
+
+
 class ModelHyperConnection(HyperConnection):
     """mHC at one sublayer, with the config's options."""
 
@@ -128,7 +141,7 @@ class DeepSeekV4(nn.Module):
         self.recompute_blocks: tuple[range, ...] = ()  # layers whose streams are replayed together in the backward pass, see hc_recompute
         device = torch.get_default_device()
         with torch.device("meta"):  # nn.Linear would fill its weight, and draw from the RNG, to have both thrown away
-            self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.embed = Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(Layer(config, i, ratio, impl) for i, ratio in enumerate(config.compress_ratios))
             self.hc_head = ModelHyperHead(config, impl)
             self.norm = RMSNorm(config.hidden_size, config.norm_eps)
