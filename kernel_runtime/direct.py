@@ -94,12 +94,27 @@ class DirectLaunch:
             return self.kernel[grid](*args, **self.keywords)
         return compiled
 
+    def bound(self, device: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """(start, its options, constants, Triton's table) of a launch that has been made on this device and took the short way: to be
+        started as `start(*grid of 3, stream, *options, *addresses, *numbers, *constants)`. None if it takes Triton's path."""
+        tensors, scalars = args[: self.pointers], args[self.pointers :]
+        known = self.known.get(device)
+        if known is None or [t.dtype for t in tensors] != self.dtypes or any(t.data_ptr() % 16 for t in tensors):
+            return None
+        if not self._declared(scalars):
+            return None
+        table, _, _, start, options = known
+        return start, options, self.constants, table
+
+    def _declared(self, scalars: tuple[Any, ...]) -> bool:
+        return tuple(map(type, scalars)) == self.scalars and all(-0x80000000 <= value < 0x80000000 for value in scalars)
+
     def _learn(self, device: int, now: tuple[Any, ...] | None, compiled: Any, scalars: tuple[Any, ...]) -> None:
         """Keeps what Triton's path picked, where that is the specialisation that was declared."""
         table = self.kernel.device_caches.get(device)  # None: emptied meanwhile, by another thread
         if now is None or compiled is None or table is None:
             return
-        if tuple(map(type, scalars)) == self.scalars and all(-0x80000000 <= value < 0x80000000 for value in scalars):
+        if self._declared(scalars):
             self.known[device] = table, now, compiled, *start_of(compiled)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 import triton
 
-from kernel_runtime.direct import direct_launch
+from kernel_runtime.direct import DirectLaunch, direct_launch, settings
+
+__all__ = ["CUDA_SMEM_LIMIT", "GPU_HINTS", "LAUNCH_OBSERVERS", "ON_ASCEND", "TRITON_DTYPE", "WATCHING", "Spec", "settings"]
 
 TRITON_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 CUDA_SMEM_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -21,6 +24,8 @@ ON_ASCEND = "ascend" in triton.backends.backends
 
 # called with (spec, arguments) before every launch; kernel_runtime.guard.record fills it for a while
 LAUNCH_OBSERVERS: list[Callable[[Spec, tuple[Any, ...]], None]] = []
+# this thread's launches while it records a replay (kernel_runtime.replay): `launches` is a list of (spec, grid, arguments)
+WATCHING = threading.local()
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Spec:
         return {name: value for name, value in self.options.items() if name not in GPU_HINTS}
 
     @cached_property
-    def direct(self) -> Callable[[tuple[int, ...], tuple[Any, ...]], Any] | None:
+    def direct(self) -> DirectLaunch | None:
         """How `launch` starts the kernel without Triton's binding of arguments, None where it cannot."""
         return direct_launch(self.kernel, self.types, tuple(self.consts), self.keywords)
 
@@ -86,6 +91,8 @@ class Spec:
         for observer in LAUNCH_OBSERVERS:
             observer(self, args)
         grid = tuple(grid)
+        if (launches := getattr(WATCHING, "launches", None)) is not None:
+            launches.append((self, grid, args))
         if self.direct is None:
             return self.kernel[grid](*args, **self.keywords)
         return self.direct(grid, args)

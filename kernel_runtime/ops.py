@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kernel_runtime.impl import run_eager
+from kernel_runtime.replay import Replay, Replays
 
 DISPATCH_KEYS = ("CPU", "CUDA", "PrivateUse1")
 
@@ -81,22 +82,46 @@ def _negated(arguments: Sequence[Any]) -> bool:
     return any(isinstance(a, torch.Tensor) and a.is_neg() for a in arguments)
 
 
-def eager_call(op: Callable[..., Any]) -> Callable[..., Any]:
+class EagerCall:
+    """What `eager_call` returns."""
+
+    def __init__(self, op: Callable[..., Any], replayed: int) -> None:
+        self.op, self.launchers = op, _LAUNCHERS[op]
+        self.replays = Replays(replayed) if replayed else None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The op's result for its arguments, which the Replay that `known` gave may follow"""
+        replays = None if torch.compiler.is_compiling() else self.replays
+        if replays is not None:
+            if type(arguments[-1]) is Replay:
+                result = arguments[-1]([a for a in arguments[: replays.tensors] if a is not None])
+                arguments = arguments[:-1]
+            else:
+                found = replays.find(arguments)
+                result = None if found is None else found[0](found[1])
+            if result is not None:
+                return result
+        launcher = self.launchers.get(arguments[-1])
+        if launcher is not None and _plain(arguments) and _on_current_device(arguments) and not _negated(arguments):
+            function = _load(launcher)
+            return function(*arguments[:-1]) if replays is None else replays.call(function, arguments)
+        return self.op(*arguments)
+
+    def known(self, *arguments: Any) -> Replay | None:
+        """The replay of such a call: its arguments have been checked then. Not for code that is compiled."""
+        found = None if self.replays is None else self.replays.find(arguments)
+        return None if found is None else found[0]
+
+
+def eager_call(op: Callable[..., Any], replayed: int = 0) -> EagerCall:
     """`op`, which `OpLibrary.register` returned, for calls from the autograd.Function around it.
 
     In plain eager code on the current device the dispatcher would only look for the launcher, and the op for the device, so the launcher
     is called at once: 10 to 20 us less. Everywhere else, and for impl="eager", this is the op. An output that does not exist is None or an
-    empty tensor.
+    empty tensor. replayed: the op's first so many arguments are tensors or None, and what its launcher does depends on their metadata and
+    the other arguments alone, so that calls that come again are replayed (kernel_runtime/replay.py).
     """
-    launchers = _LAUNCHERS[op]
-
-    def call(*arguments: Any) -> Any:
-        launcher = launchers.get(arguments[-1])
-        if launcher is not None and _plain(arguments) and _on_current_device(arguments) and not _negated(arguments):
-            return _load(launcher)(*arguments[:-1])
-        return op(*arguments)
-
-    return call
+    return EagerCall(op, replayed)
 
 
 class OpLibrary:
@@ -143,6 +168,8 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     In eager code without functorch this is the base class's apply: Function.apply looks through the arguments for dead functorch wrappers
     before, which takes as long as all the rest.
     """
+    if type(args[-1]) is Replay:  # whoever found it has seen to all that
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # as below
     if torch.compiler.is_compiling():
         args = tuple(a.view_as(a) if isinstance(a, torch.Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args))
     elif _PLAIN.issuperset(map(type, args)) and not torch._C._are_functorch_transforms_active():

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 
 from kernel_runtime import OpLibrary, check_choice, check_dtype, check_int, check_same, check_shape
 from kernel_runtime.checks import FLOATS, check_number
+from kernel_runtime.ops import EagerCall
 
 OPS = OpLibrary("mhc_ops")
 CONVENTIONS = ("v4", "paper")
 MIN_STREAMS, MAX_STREAMS = 2, 8
 MAX_SIGNATURES = 4096
+REPLAYED = ("auto", "triton")  # values of impl that may be answered by a replay
 
 
 def coefficient_dtype(like: torch.Tensor) -> torch.dtype:
@@ -123,3 +127,33 @@ def check_site_options(op: str, iters: object, hc_eps: object, norm_eps: object,
         raise TypeError(f"{op}: return_pre must be True, False or None, got {type(return_pre).__name__}")
     check_eps(op, "norm_eps", norm_eps)
     check_iteration(op, iters, hc_eps, convention)
+
+
+@lru_cache(256, typed=True)
+def _site_options(op: str, iters: int, hc_eps: float, norm_eps: float, convention: str, return_pre: bool | None) -> tuple[Any, ...]:
+    check_site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
+    return iters, float(hc_eps), float(norm_eps), convention
+
+
+def known_call(call: EagerCall, tensors: tuple[Any, ...], options: tuple[Any, ...], impl: str) -> tuple[Any, ...] | None:
+    """What follows the tensors in a call of the op, and its replay, where such a call has passed all checks before; else None"""
+    if torch.compiler.is_compiling() or impl not in REPLAYED:
+        return None
+    try:
+        replay = call.known(*tensors, *options, "triton")
+    except (AttributeError, TypeError):  # something that is no tensor: the checks say what
+        return None
+    return None if replay is None else (*options, "triton", replay)
+
+
+def known_site(
+    call: EagerCall, op: str, tensors: tuple[Any, ...], iters: Any, hc_eps: Any, norm_eps: Any, convention: Any, return_pre: Any, impl: Any
+) -> tuple[Any, ...] | None:
+    """known_call of hc_pre and hc_post_pre, with their options as they were given"""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        options = _site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
+    except TypeError:  # what cannot be hashed: the checks say why it is wrong
+        return None
+    return known_call(call, tensors, options, impl)

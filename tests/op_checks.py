@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from kernel_runtime import replay
 from reference.cases import relative_error
 
 Outputs = torch.Tensor | Sequence[torch.Tensor]
@@ -92,3 +93,5 @@ def poison_empty(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    for device, make in replay.ALLOCATE.items():
+        monkeypatch.setitem(replay.ALLOCATE, device, poisoned(make))

@@ -1,11 +1,13 @@
-"""The host side of a boundary in both directions, over shapes that come again: every direct launch is the one that Triton would make."""
+"""The host side of a boundary in both directions, over shapes that come again: every direct launch is the one that Triton would make, and
+every replay launches what the launcher does."""
 
 import itertools
 
 import pytest
 import torch
 
-from kernel_runtime import interpreting
+from kernel_runtime import interpreting, replay
+from kernel_runtime.workspace import Piece
 from tests.warmup_tools import fake_driver
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing is launched")
@@ -102,3 +104,193 @@ def test_a_chain_launches_what_triton_would(driver, monkeypatch):
         first = kernels.index(kernel)
         assert not seen[first] and all(s for s, k in zip(seen[first + 1 :], kernels[first + 1 :], strict=True) if k == kernel)
     assert len(set(kernels)) == 9 and len(kernels) == 36
+
+
+def pieces(self, device):
+    """Layout.allocate as on a GPU"""
+    buffer = torch.empty(self.size, dtype=torch.float32, device=device)
+    return [Piece(buffer, buffer.data_ptr() + first, dtype) for first, _, dtype in self.pieces]
+
+
+class Calls:
+    """Calls of the boundary's launchers through Replays; what they launched, by the part that an address has in the call"""
+
+    def __init__(self, driver, monkeypatch):
+        self.driver = driver
+        monkeypatch.setattr("kernel_runtime.workspace.Layout.allocate", pieces)
+        for name in ("_device", "_stream"):
+            monkeypatch.setattr(replay, name, lambda *device: 0)
+        self.forward, self.backward = replay.Replays(8), replay.Replays(16)
+
+    def __call__(self, replays, launcher, arguments):
+        """(launches, outputs, whether it was a replay)"""
+        self.driver.launches.clear()
+        found = replays.find(arguments)
+        if found is None:
+            out = replays.call(launcher, arguments)
+        else:
+            out = found[0](found[1])
+        ins = {a.data_ptr(): ("in", i) for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)}
+        outs = {t.data_ptr(): ("out", i) for i, t in enumerate(out) if t is not None and t.numel()}
+        scratch, seen = [], []
+        for grid, stream, function, args in self.driver.launches:
+            for a in args:
+                if isinstance(a, int) and a > 2**32 and a not in ins and a not in outs:
+                    scratch.append(a)
+            seen.append((grid, stream, function, args))
+        first = min(scratch, default=0)
+        name = lambda a: ins.get(a) or outs.get(a) or (("scratch", a - first) if a in scratch else a)  # noqa: E731 - used once
+        shapes = [None if t is None else (t.shape, t.stride(), t.dtype) for t in out]
+        return [(grid, stream, function, [name(a) for a in args]) for grid, stream, function, args in seen], shapes, found is not None
+
+
+def boundary_arguments(tokens, pre_mix):
+    f, x, post, comb = (torch.rand(tokens, *tail) for tail in ((D,), (N, D), (N,), (N, N)))
+    site = torch.rand(M, N * D), torch.rand(3), torch.rand(M), torch.rand(tokens, N) if pre_mix else None
+    dpre = torch.rand(tokens, N) if pre_mix else None
+    grads = torch.rand(tokens, N, D), torch.rand(tokens, D), dpre, torch.rand(tokens, N), torch.rand(tokens, N, N)
+    options = 2, 1e-6, 1e-6, "v4", "triton"
+    saved = f, x, post, comb, torch.rand(tokens, N, D), *site, torch.rand(tokens, M), torch.rand(tokens)
+    return (f, x, post, comb, *site, *options), (*grads, *saved, *options)
+
+
+def test_replays_launch_what_the_launchers_do(driver, monkeypatch):
+    from mhc_ops.boundary.bwd import post_pre_bwd
+    from mhc_ops.boundary.fwd import post_pre_fwd
+
+    calls, first = Calls(driver, monkeypatch), {}
+    for pre_mix in (False, True):
+        boundary(5, pre_mix)  # by Triton's path, which passes constants too
+    for case in ((5, False), (33, True), (5, False), (1, False), (33, True), (5, False), (1, False), (33, True), (1, False), (5, False)):
+        forward, backward = boundary_arguments(*case)
+        for replays, launcher, arguments in ((calls.forward, post_pre_fwd, forward), (calls.backward, post_pre_bwd, backward)):
+            *found, replayed = calls(replays, launcher, arguments)
+            times, want = first.setdefault((case, launcher), [0, found])
+            assert len(found[0]) == 3 and found == want
+            assert replayed == (times >= 2)
+            first[case, launcher][0] += 1
+    assert calls.forward.count == calls.backward.count == 3
+
+
+def test_what_differs_from_the_recorded_call_is_no_replay(driver, monkeypatch):
+    import triton
+
+    from mhc_ops.boundary import fwd
+    from tests.test_eager_call import Watching
+
+    calls = Calls(driver, monkeypatch)
+    arguments, _ = boundary_arguments(5, False)
+    find = lambda *changed: calls.forward.find((*changed, *arguments[len(changed) :])) is not None  # noqa: E731 - used often
+    for _ in range(2):
+        assert not find()
+        calls(calls.forward, fwd.post_pre_fwd, arguments)
+    f, x, post, comb, *_ = arguments
+    assert find() and find(f.clone(), x.clone())
+    assert not find(f.double()) and not find(f, x.bfloat16()) and not find(f[:4]) and not find(f, x, post[:4])
+    assert not find(f.t().contiguous().t()) and not find(f, f) and not find(f, x, post, comb.clone().requires_grad_())
+    assert not find(torch.nn.Parameter(f)) and not find(torch.zeros(5, D, dtype=torch.cfloat).conj().imag)
+    assert calls.forward.find((*arguments[:-4], 1e-5, *arguments[-3:])) is None
+    with Watching():
+        assert not find()
+    with torch.inference_mode():
+        assert not find()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert not find()
+    got = []
+    torch.func.grad(lambda t: (got.append(find()), t.sum())[1])(torch.zeros(2))
+    torch.vmap(lambda t: (got.append(find()), t)[1])(torch.zeros(2))
+    assert got == [False] * 2
+    for owner, name, value in (
+        (replay, "_device", lambda: 1), (triton.knobs.runtime, "debug", True), (fwd.expand_split_kernel, "pre_run_hooks", [1]),
+        (fwd.expand_split_kernel, "device_caches", {}),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert not find()
+    from kernel_runtime import record
+
+    with record():
+        assert not find()
+    assert find()
+    odd = torch.zeros(5 * D + 1)[1:].view(5, D)  # found, since its address is no metadata, and not replayed
+    found, tensors = calls.forward.find((odd, *arguments[1:]))
+    assert odd.data_ptr() % 16 and found(tensors) is None
+
+
+def test_what_cannot_be_repeated_is_not_recorded(driver, monkeypatch):
+    from mhc_ops.post.fwd import post_fwd
+
+    Calls(driver, monkeypatch)
+    arguments, elsewhere = boundary_arguments(5, False)[0][:4], torch.zeros(5, N, D)
+    view = elsewhere[1:]
+    launchers = {
+        "zeros": lambda *a: (post_fwd(*a), torch.zeros(3))[0],
+        "copy": lambda f, *a: post_fwd(f.clone(), *a),
+        "elsewhere": lambda f, x, *a: post_fwd(f, elsewhere, *a),
+        "part": lambda f, x, *a: post_fwd(f[1:], x[1:], *(t[1:] for t in a)),
+        "nothing": lambda f, *a: torch.empty_like(f),
+        "input": lambda *a: (post_fwd(*a), a[0]),
+        "view": lambda *a: post_fwd(*a)[1:],
+    }
+    for name, launcher in launchers.items():
+        replay.record(launcher, arguments)
+        assert replay.record(launcher, arguments)[1] is None, name
+    twice = (arguments[0], elsewhere, elsewhere.view(-1)[: 5 * N].view(5, N), arguments[3])  # one address, two inputs
+    assert replay.record(post_fwd, twice)[1] is None
+    assert view.data_ptr() != elsewhere.data_ptr() and replay.record(post_fwd, (arguments[0], elsewhere, *arguments[2:]))[1] is not None
+    assert replay.record(lambda *a: (post_fwd(*a), None), arguments)[1].results == [0, None]
+
+
+def test_the_number_of_replays_is_limited(driver, monkeypatch):
+    from mhc_ops.post.fwd import post_fwd
+
+    calls = Calls(driver, monkeypatch)
+    replays = replay.Replays(4)
+    monkeypatch.setattr(replay, "MAX_REPLAYS", 3)
+    for tokens in (1, 2, 3, 4, 5, 4, 3, 2, 1, 5, 5, 4):
+        calls(replays, lambda *a: [post_fwd(*a)], (*boundary_arguments(tokens, False)[0][:4], "triton"))
+    assert replays.count == 3 and sorted(key[1][0] for key in replays.found) == [2, 3, 4]
+    for tokens in range(6, 40):
+        calls(replays, lambda *a: [post_fwd(*a)], (*boundary_arguments(tokens, False)[0][:4], "triton"))
+    assert len(replays.seen) <= 12
+
+
+def test_no_memory_during_a_replay(driver, monkeypatch):
+    """It fails before anything is launched, and the next one is right."""
+    from mhc_ops.boundary.bwd import post_pre_bwd
+
+    calls = Calls(driver, monkeypatch)
+    _, arguments = boundary_arguments(5, False)
+    want = [calls(calls.backward, post_pre_bwd, arguments) for _ in range(3)][-1]
+    allocate, left = replay.ALLOCATE["cpu"], []
+
+    def failing(*like):
+        if not left:
+            raise torch.OutOfMemoryError("no memory left")
+        left.pop()
+        return allocate(*like)
+
+    for successes in range(8):
+        with monkeypatch.context() as patch:
+            patch.setitem(replay.ALLOCATE, "cpu", failing)
+            left[:] = range(successes)
+            with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+                calls(calls.backward, post_pre_bwd, arguments)
+        assert not driver.launches
+        assert calls(calls.backward, post_pre_bwd, arguments) == want
+
+
+def test_a_replay_fills_new_memory_where_torch_does(driver, monkeypatch):
+    from mhc_ops.post.fwd import post_fwd
+
+    Calls(driver, monkeypatch)
+    arguments = (*boundary_arguments(5, False)[0][:4], "triton")
+    replays = replay.Replays(4)
+    for _ in range(2):
+        replays.call(post_fwd, arguments)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found, tensors = replays.find(arguments)
+        assert found(tensors).isnan().all()  # nothing runs here that would write it
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernel_runtime import apply_function, run_eager, select_impl
-from mhc_ops.boundary.op import PostPre
-from mhc_ops.library import check_boundary, check_site_options
+from mhc_ops.boundary.op import PostPre, run_forward
+from mhc_ops.library import check_boundary, check_site_options, known_site
 from mhc_ops.recompute.active import recording
 from reference import mhc as reference
 
@@ -40,21 +40,24 @@ def hc_post_pre(
     Errors are those of hc_post and hc_pre.
     """
     op = "hc_post_pre"
-    check_boundary(op, f, x, post, comb, fn, scale, base, pre_mix)
-    check_site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
-    how = select_impl(op, impl, x)
-    if impl == "eager":
-        return run_eager(
-            reference.hc_post_pre, f, x, post, comb, fn, scale, base, iters=iters, hc_eps=hc_eps, norm_eps=norm_eps,
-            convention=convention, pre_mix=pre_mix, return_pre=return_pre,
-        )  # fmt: skip
-    options = (iters, float(hc_eps), float(norm_eps), convention, how)
+    tensors = (f, x, post, comb, fn, scale, base, pre_mix)
+    options = known_site(run_forward, op, tensors, iters, hc_eps, norm_eps, convention, return_pre, impl)
+    if options is None:
+        check_boundary(op, *tensors)
+        check_site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
+        how = select_impl(op, impl, x)
+        if impl == "eager":
+            return run_eager(
+                reference.hc_post_pre, f, x, post, comb, fn, scale, base, iters=iters, hc_eps=hc_eps, norm_eps=norm_eps,
+                convention=convention, pre_mix=pre_mix, return_pre=return_pre,
+            )  # fmt: skip
+        options = (iters, float(hc_eps), float(norm_eps), convention, how)
     if (recorder := recording()) is not None:
         recorder.defer()  # the op saves its own streams
-    streams, y, pre, post_out, comb_out = apply_function(PostPre, f, x, post, comb, fn, scale, base, pre_mix, *options)
+    streams, y, pre, post_out, comb_out = apply_function(PostPre, *tensors, *options)
     if recorder is not None:
-        recorder.post(streams, f, x, post, comb, how)
-        recorder.pre(y, pre if pre_mix is None else pre_mix, streams, how)
+        recorder.post(streams, f, x, post, comb, options[4])
+        recorder.pre(y, pre if pre_mix is None else pre_mix, streams, options[4])
         recorder.flush()
     if return_pre is None:
         return_pre = pre_mix is not None

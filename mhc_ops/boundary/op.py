@@ -42,19 +42,19 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.boundary.bwd:post_pre_bwd",
 )
-run_forward = eager_call(FORWARD)
-run_backward = eager_call(BACKWARD)
+run_forward = eager_call(FORWARD, replayed=8)
+run_backward = eager_call(BACKWARD, replayed=16)
 register_specs("mhc_ops.boundary", "mhc_ops.boundary.bwd:specs")
 
 
 class PostPre(torch.autograd.Function):
-    """f, x, post, comb, SITE, OPTIONS, impl -> streams, y, pre, post, comb (the last two of the site that begins)"""
+    """f, x, post, comb, SITE, OPTIONS, impl[, replay] -> streams, y, pre, post, comb (the last two of the site that begins)"""
 
     @staticmethod
     def forward(ctx, f, x, post, comb, fn, scale, base, pre_mix, *options):
         streams, *outputs, mixes, rstd = run_forward(f, x, post, comb, fn, scale, base, pre_mix, *options)
         ctx.save_for_backward(f, x, post, comb, streams, fn, scale, base, pre_mix, mixes, rstd)
-        ctx.options = options
+        ctx.options = options[:5]
         ctx.set_materialize_grads(False)
         return streams, *outputs
 
@@ -63,4 +63,4 @@ class PostPre(torch.autograd.Function):
     def backward(ctx, *grads):
         saved = ctx.saved_tensors
         *found, dpre_mix = run_backward(*grads, *saved, *ctx.options)
-        return *found, None if saved[8] is None else dpre_mix, *(None,) * 5
+        return *found, None if saved[8] is None else dpre_mix, *(None,) * 6

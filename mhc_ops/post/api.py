@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernel_runtime import apply_function, run_eager, select_impl
-from mhc_ops.library import check_expansion
-from mhc_ops.post.op import Post
+from mhc_ops.library import check_expansion, known_call
+from mhc_ops.post.op import Post, run_forward
 from mhc_ops.recompute.active import recording
 from reference import mhc as reference
 
@@ -24,11 +24,14 @@ def hc_post(f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Te
     TypeError for a wrong type or dtype (f and x must agree), ValueError for a wrong shape, device, N or impl.
     """
     op = "hc_post"
-    check_expansion(op, f, x, post, comb)
-    how = select_impl(op, impl, x)
-    if impl == "eager":
-        return run_eager(reference.hc_post, f, x, post, comb)
-    streams = apply_function(Post, f, x, post, comb, how)
+    options = known_call(run_forward, (f, x, post, comb), (), impl)
+    if options is None:
+        check_expansion(op, f, x, post, comb)
+        how = select_impl(op, impl, x)
+        if impl == "eager":
+            return run_eager(reference.hc_post, f, x, post, comb)
+        options = (how,)
+    streams = apply_function(Post, f, x, post, comb, *options)
     if (recorder := recording()) is not None:
-        recorder.post(streams, f, x, post, comb, how)
+        recorder.post(streams, f, x, post, comb, options[0])
     return streams

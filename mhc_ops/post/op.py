@@ -18,21 +18,21 @@ BACKWARD = OPS.register(
     eager=lambda dout, *inputs: eager_vjp(reference.hc_post, inputs, [dout]),
     triton="mhc_ops.post.bwd:post_bwd",
 )
-run_forward = eager_call(FORWARD)
-run_backward = eager_call(BACKWARD)
+run_forward = eager_call(FORWARD, replayed=4)
+run_backward = eager_call(BACKWARD, replayed=5)
 register_specs("mhc_ops.post", "mhc_ops.post.bwd:specs")
 
 
 class Post(torch.autograd.Function):
-    """f, x, post, comb, impl -> streams"""
+    """f, x, post, comb, impl[, replay] -> streams"""
 
     @staticmethod
-    def forward(ctx, f, x, post, comb, impl):
+    def forward(ctx, f, x, post, comb, *options):
         ctx.save_for_backward(f, x, post, comb)
-        ctx.impl = impl
-        return run_forward(f, x, post, comb, impl)
+        ctx.impl = options[0]
+        return run_forward(f, x, post, comb, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        return *run_backward(dout, *ctx.saved_tensors, ctx.impl), None
+        return *run_backward(dout, *ctx.saved_tensors, ctx.impl), None, None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernel_runtime import apply_function, run_eager, select_impl
-from mhc_ops.library import check_site, check_site_options
-from mhc_ops.pre.op import Pre
+from mhc_ops.library import check_site, check_site_options, known_site
+from mhc_ops.pre.op import Pre, run_forward
 from mhc_ops.recompute.active import recording
 from reference import mhc as reference
 
@@ -44,17 +44,21 @@ def hc_pre(
     TypeError for a wrong type or dtype, ValueError for a wrong shape, device, N, iters, eps, convention or impl.
     """
     op = "hc_pre"
-    check_site(op, x, fn, scale, base, pre_mix)
-    check_site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
-    how = select_impl(op, impl, x)
-    if impl == "eager":
-        return run_eager(
-            reference.hc_pre, x, fn, scale, base, iters=iters, hc_eps=hc_eps, norm_eps=norm_eps, convention=convention,
-            pre_mix=pre_mix, return_pre=return_pre,
-        )  # fmt: skip
-    y, pre, post, comb = apply_function(Pre, x, fn, scale, base, pre_mix, iters, float(hc_eps), float(norm_eps), convention, how)
+    tensors = (x, fn, scale, base, pre_mix)
+    options = known_site(run_forward, op, tensors, iters, hc_eps, norm_eps, convention, return_pre, impl)
+    if options is None:
+        check_site(op, *tensors)
+        check_site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
+        how = select_impl(op, impl, x)
+        if impl == "eager":
+            return run_eager(
+                reference.hc_pre, x, fn, scale, base, iters=iters, hc_eps=hc_eps, norm_eps=norm_eps, convention=convention,
+                pre_mix=pre_mix, return_pre=return_pre,
+            )  # fmt: skip
+        options = (iters, float(hc_eps), float(norm_eps), convention, how)
+    y, pre, post, comb = apply_function(Pre, *tensors, *options)
     if (recorder := recording()) is not None:
-        recorder.pre(y, pre if pre_mix is None else pre_mix, x, how)
+        recorder.pre(y, pre if pre_mix is None else pre_mix, x, options[4])
     if return_pre is None:
         return_pre = pre_mix is not None
     return (y, post, comb, pre) if return_pre else (y, post, comb)

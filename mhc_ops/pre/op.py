@@ -52,19 +52,19 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.pre.bwd:pre_bwd",
 )
-run_forward = eager_call(FORWARD)
-run_backward = eager_call(BACKWARD)
+run_forward = eager_call(FORWARD, replayed=5)
+run_backward = eager_call(BACKWARD, replayed=11)
 register_specs("mhc_ops.pre", "mhc_ops.pre.bwd:specs")
 
 
 class Pre(torch.autograd.Function):
-    """x, SITE, OPTIONS, impl -> y, pre, post, comb"""
+    """x, SITE, OPTIONS, impl[, replay] -> y, pre, post, comb"""
 
     @staticmethod
     def forward(ctx, x, fn, scale, base, pre_mix, *options):
         y, pre, post, comb, mixes, rstd = run_forward(x, fn, scale, base, pre_mix, *options)
         ctx.save_for_backward(x, fn, scale, base, pre_mix, mixes, rstd)
-        ctx.options = options
+        ctx.options = options[:5]
         ctx.set_materialize_grads(False)
         return y, pre, post, comb
 
@@ -73,4 +73,4 @@ class Pre(torch.autograd.Function):
     def backward(ctx, dy, dpre, dpost, dcomb):
         saved = ctx.saved_tensors
         *grads, dpre_mix = run_backward(dy, dpre, dpost, dcomb, *saved, *ctx.options)
-        return *grads, None if saved[4] is None else dpre_mix, *(None,) * 5
+        return *grads, None if saved[4] is None else dpre_mix, *(None,) * 6
