@@ -125,21 +125,3 @@ def test_gradient_of_a_frequent_token_is_not_summed_in_bf16():
     out.sum().backward()
     assert embed.weight.grad is not None
     assert embed.weight.grad[:, 0].tolist() == [4096, 0, 1], "4095 rounds to 4096"
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3])
-def test_gradients_are_copied_as_fsdp_would(processes):
-    """Rows that the processes do not divide, fewer rows than processes, a gradient with other strides; every element of the buffer is written."""
-    g = torch.Generator().manual_seed(5)
-    grads = [torch.randn(shape, generator=g) for shape in ((6, 2), (5, 3), (1,), (2, 2, 2), (7,))] + [torch.randn(4, 5, generator=g).t()]
-    padded = sum(-(-grad.shape[0] // processes) * processes * (grad.numel() // grad.shape[0]) for grad in grads)
-    want = torch._chunk_cat([grad.contiguous() for grad in grads], 0, processes)
-    reduce = SumGradients(processes)
-    buffer = reduce.allocate((padded,), dtype=torch.float32, device=torch.device("cpu"))
-    assert isinstance(buffer, torch.Tensor)
-    buffer.fill_(torch.nan)
-    torch.ops.fsdp.chunk_cat(grads, dim=0, num_chunks=processes, out=buffer.view(processes, -1))
-    assert torch.equal(buffer.as_subclass(torch.Tensor).view(processes, -1), want)
-    out = reduce.allocate((padded // processes,), dtype=torch.float32, device=torch.device("cpu"))
-    assert type(out) is torch.Tensor and (out.data_ptr() == buffer.data_ptr()) == (processes == 1)
-    assert reduce.allocate((padded,), dtype=torch.float32, device=torch.device("cpu")).data_ptr() != buffer.data_ptr(), "the next backward pass"
