@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tests.dist_util import run_distributed
 from tests.trainer_util import run_config, sharded
 from train_example import compare, compare_fixed
+from train_example.config import PRESETS
 from train_example.metrics import read_metrics
 from train_example.train import nudge, train
 
@@ -129,6 +131,29 @@ def test_fixed_weights_refuse_what_cannot_work(run, tmp_path, capsys):
     other.write_text("another text " * 400)
     assert compare_fixed.main([str(run), "--variants", "fp32", "eager", "--device", "cpu", "--data", str(other)]) == 2
     assert "other data" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernels_are_as_near_to_fp32_as_eager(tmp_path):
+    """Every part's gradient, and the loss, of the whole model in bf16."""
+    out, model = tmp_path / "run", dataclasses.asdict(PRESETS["tiny"])
+    steps = {"steps": 30, "save_every": 30, "lr": 1e-3, "seq_len": 128, "batch": 16}
+    try:
+        train(run_config(out=str(out), device="cuda", dtype="bf16", deterministic=True, impl="triton", model=model, **steps))
+    finally:
+        dist.destroy_process_group()
+    passes = compare_fixed.compare_fixed(out, ["fp32", "eager", "triton"], 8, {"device": "cuda"})
+    print(*compare_fixed.report(passes), sep="\n")
+    fp32, eager, triton = passes.values()
+    mean, error, largest = compare_fixed.loss_bias([compare_fixed.signed(x.losses["loss"], y.losses["loss"]) for x, y in zip(eager, triton)])
+    assert abs(mean) <= 4 * error + 1e-6 and largest < 2e-4
+    for title in fp32[0].gradients:
+        exact = [p.gradients[title] for p in fp32]
+        (ours, _), (theirs, _) = (
+            compare_fixed.gradient_bias(exact, [p.gradients[title] - x for p, x in zip(passes, exact)]) for passes in (triton, eager)
+        )
+        assert ours <= 1.3 * theirs, title
 
 
 # ---- --nudge ------------------------------------------------------------------------------------------------------------------
