@@ -7,6 +7,10 @@ tile-kernels is not among them: its wheel (2.1.0) has no differentiable function
 
 Without a CUDA graph host time counts. A pass through autograd changes threads twice, which costs a chain the same however long it is:
 --sublayers sets its length.
+
+The whole bench takes several minutes, most of them for torch.compile: rows are printed as they are measured, files are written after every
+shape, and --limit bounds the time for one op of one provider (compilation and tuning included), after which its other rows are left out
+and a line says so. --shape, --ops and --providers pick a part; `python -m bench.run merge` puts the parts together.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor
 
 import mhc_ops
-from bench.common import Captured, Row, copy_rate, count_launches, median_ms, peak_mib, print_table
+from bench.common import Captured, Row, copy_rate, count_launches, median_ms, peak_mib, print_head, print_row, print_table, time_limit, write
 from reference import mhc as reference
 from reference.cases.mhc import BENCH_SHAPES, MhcShape, make_cotangents, make_inputs
 
@@ -132,7 +136,9 @@ def make_case(op: str, shape: MhcShape, dtype: torch.dtype, sublayers: int) -> l
     return [x, *site, *(t for s in sites for t in list(s.values())[1:])]
 
 
-def measure(function: Callable, inputs: list[Tensor], count: int, graphs: Sequence[bool]) -> Iterator[tuple[str, bool, float, int, float]]:
+def measure(
+    function: Callable, inputs: list[Tensor], count: int, graphs: Sequence[bool], rep: int
+) -> Iterator[tuple[str, bool, float, int, float]]:
     """(direction, graph, ms, launches, peak MiB), the last three divided by `count`. Gradients of every input, random cotangents."""
     leaves = [t.detach().requires_grad_() for t in inputs]
 
@@ -152,11 +158,13 @@ def measure(function: Callable, inputs: list[Tensor], count: int, graphs: Sequen
         def both() -> tuple[Tensor, ...]:
             return torch.autograd.grad(forward(), leaves, cotangents)
 
+        started = {"forward": count_launches(forward), "both": count_launches(both)}
+        started["backward"] = started["both"] - started["forward"]
         for direction, fn in (("forward", forward), ("backward", backward), ("both", both)):
-            launches, peak = count_launches(fn) // count, peak_mib(fn) / count
+            launches, peak = started[direction] // count, peak_mib(fn) / count
             for graph in graphs:
                 timed = Captured(fn) if graph else fn
-                yield direction, graph, median_ms(timed) / count, launches, peak
+                yield direction, graph, median_ms(timed, rep) / count, launches, peak
                 del timed
     torch.cuda.synchronize()
 
@@ -167,6 +175,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--sublayers", type=int, default=SUBLAYERS, help='of the chain that "full" is')
+    parser.add_argument("--rep", type=int, default=60, help="ms of calls that a median is taken of")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one op of one provider, 0: no limit")
     parser.add_argument("--no-graph", action="store_true", help="only without a CUDA graph, host time included")
 
 
@@ -179,22 +189,28 @@ def run(args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for shape in shapes:
         here: list[Row] = []
+        print_head(f"mHC {shape} {args.dtype}, as measured")
         for name, ops in providers(args.providers, shape).items():
             for op in (o for o in args.ops if o in ops):
-                inputs = make_case(op, shape, dtype, args.sublayers)
                 if op == "hc_gates" and shape.N != 4:
                     continue
+                inputs = make_case(op, shape, dtype, args.sublayers)
                 forward, backward = (units * shape.T * shape.D * dtype.itemsize for units in minimal_rows(op, shape.N))
                 least = {"forward": forward, "backward": backward, "both": forward + backward}
                 try:
-                    for direction, *found in measure(ops[op], inputs, args.sublayers if op == "full" else 1, graphs):
-                        graph, ms, launches, peak = found
-                        here.append(Row("mhc", str(shape), args.dtype, op, direction, name, graph, ms, least[direction], rate, launches, peak))
+                    with time_limit(args.limit):
+                        for direction, *found in measure(ops[op], inputs, args.sublayers if op == "full" else 1, graphs, args.rep):
+                            graph, ms, launches, peak = found
+                            row = Row("mhc", str(shape), args.dtype, op, direction, name, graph, ms, least[direction], rate, launches, peak)
+                            here.append(row)
+                            print_row(row)
                 except Exception as error:  # another library may not take the shape: say so and go on
-                    print(f"{name} {op} {shape}: {type(error).__name__}: {str(error)[:200]}")
+                    print(f"{name} {op} {shape}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 torch.cuda.empty_cache()
         here.sort(key=lambda r: (args.ops.index(r.op), ("forward", "backward", "both").index(r.direction), not r.graph))
         print_table(f"mHC {shape} {args.dtype}", here)
         rows += here
+        if rows:
+            write(rows, args.out)
         torch._dynamo.reset()
     return rows

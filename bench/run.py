@@ -1,5 +1,7 @@
 """python -m bench.run NAME: runs the bench bench/NAME.py and writes its table, CSV, JSONL and PNG.
 
+python -m bench.run merge FILE.jsonl ...: one table, CSV, JSONL and PNG of several runs of a bench in one environment; needs no GPU.
+
 A bench module has `add_arguments(parser)` and `run(args) -> list[Row]`.
 """
 
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from bench.common import environment, write
+from bench.common import environment, print_table, read, write
 
 BENCHES = ("attn", "compress", "indexer", "kl", "mhc")
 
@@ -24,7 +26,17 @@ def main() -> None:
         command = commands.add_parser(name, help=module.__doc__.splitlines()[0])
         command.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files written")
         module.add_arguments(command)
+    merge = commands.add_parser("merge", help="several runs of one bench as one")
+    merge.add_argument("files", nargs="+", type=Path, help="JSONL files of the runs")
+    merge.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files written")
     args = parser.parse_args()
+    if args.bench == "merge":
+        versions, rows = read(args.files)
+        for shape in dict.fromkeys(r.shape for r in rows):
+            print_table(f"{rows[0].bench} {shape}", [r for r in rows if r.shape == shape])
+        for file in write(rows, args.out, versions):
+            print(f"wrote {file}")
+        return
     if not torch.cuda.is_available():
         parser.error("benches need a CUDA device")
     print(", ".join(f"{name} {value}" for name, value in environment().items()))
