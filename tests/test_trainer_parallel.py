@@ -20,6 +20,7 @@ from bench.recompute import saved_bytes
 from tests.dist_util import run_distributed
 from tests.trainer_util import SMALL, gradients, parameters, plain_model, ratio, run_config, sharded, tokens, worst
 from train_example import parallel as parallel_module
+from train_example.gradients import SumGradients
 from train_example.moe import hash_table
 from train_example.optim import make_optimizer
 from train_example.parallel import check_buffers_equal, check_groups_differ, gradient_sumsq, init_parallel, moe_modules, set_timeouts
@@ -479,3 +480,21 @@ def test_norm_refuses_gradients_that_are_not_sharded():
     with pytest.raises(RuntimeError, match="not sharded"):
         gradient_sumsq([param])
     assert not isinstance(param.grad, DTensor)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_gradients_are_copied_as_fsdp_would(processes):
+    """Rows that the processes do not divide, fewer rows than processes, a gradient with other strides; every element of the buffer is written."""
+    g = torch.Generator().manual_seed(5)
+    grads = [torch.randn(shape, generator=g) for shape in ((6, 2), (5, 3), (1,), (2, 2, 2), (7,))] + [torch.randn(4, 5, generator=g).t()]
+    padded = sum(-(-grad.shape[0] // processes) * processes * (grad.numel() // grad.shape[0]) for grad in grads)
+    want = torch._chunk_cat([grad.contiguous() for grad in grads], 0, processes)
+    reduce = SumGradients(processes)
+    buffer = reduce.allocate((padded,), dtype=torch.float32, device=torch.device("cpu"))
+    assert isinstance(buffer, torch.Tensor)
+    buffer.fill_(torch.nan)
+    torch.ops.fsdp.chunk_cat(grads, dim=0, num_chunks=processes, out=buffer.view(processes, -1))
+    assert torch.equal(buffer.as_subclass(torch.Tensor).view(processes, -1), want)
+    out = reduce.allocate((padded // processes,), dtype=torch.float32, device=torch.device("cpu"))
+    assert type(out) is torch.Tensor and (out.data_ptr() == buffer.data_ptr()) == (processes == 1)
+    assert reduce.allocate((padded,), dtype=torch.float32, device=torch.device("cpu")).data_ptr() != buffer.data_ptr(), "the next backward pass"

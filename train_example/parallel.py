@@ -14,7 +14,7 @@ Every parameter is thus sharded over all W ranks, exactly once. The rules that k
 - A layer asks for the next layers' weights before it runs (`prefetch_layers`): a MoE waits for its counts on the host, so the host is
   never ahead by more than a part of a layer, and all-gathers that are asked for when a layer begins would lie bare.
 - Where a group is one process there is nothing to gather or to reduce, and FSDP is left with its casts: bf16 weights are kept from the
-  forward to the backward pass (`--reshard`), and gradients are cast in place (`InPlace`).
+  forward to the backward pass (`--reshard`), and gradients are cast in place.
 - The fp32 islands are FSDP units of their own with an fp32 policy, so that a bf16 policy on the layers does not cast them. No unit casts
   its inputs: a layer also gets the fp32 rope tables, and the model casts where it means to.
 """
@@ -23,7 +23,7 @@ import datetime
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from train_example.dispatch import RoutingTape
+from train_example.gradients import SumGradients
 from train_example.run_config import MHC_RECOMPUTE, ConfigError
 
 T = TypeVar("T")
@@ -273,30 +274,9 @@ def _shard_experts(experts: nn.Module, parallel: Parallel) -> None:
 def sum_gradients(unit: nn.Module, mesh: DeviceMesh) -> None:
     """Make an FSDP unit sum its gradients. Factor 1.0 alone asks for PREMUL_SUM, which gloo and HCCL lack: hence forced SUM."""
     unit.set_force_sum_reduction_for_comms(True)
-    if mesh.size() == 1:
-        unit.set_custom_reduce_scatter(InPlace())  # nor is there a division: no factor was set
-    else:
+    unit.set_custom_reduce_scatter(SumGradients(mesh.size()))
+    if mesh.size() > 1:  # one process has nothing to divide by, and FSDP would divide by 1.0
         unit.set_gradient_divide_factor(1.0)
-
-
-class InPlace:
-    """The buffers that FSDP copies a unit's gradients into and reduces them to, for a group of one process: twice the same.
-
-    FSDP asks for the input first and then for the output. It would copy one to the other, 8 bytes a parameter; a tensor that is copied
-    to itself stays where it is. The gradients are views of it and keep it.
-    """
-
-    def __init__(self) -> None:
-        self.buffer: Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer, self.buffer = self.buffer, None
-        if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
-            buffer = self.buffer = torch.empty(*size, dtype=dtype, device=device)
-        return buffer
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False) -> None:
-        raise RuntimeError("a group of one process has nothing to reduce")
 
 
 def recompute_in_backward(layer: nn.Module) -> None:
