@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from train_example import fused
+from train_example import fused, fused_kernels
 from train_example.attention import GroupedLinear
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -86,6 +86,15 @@ def test_norm_rope(kernel_device, dtype, heads, channels, rotated, form):
     check(run, [x], kernel_device, dtype)
 
 
+@DTYPES
+@pytest.mark.parametrize(("tokens", "size"), [(7, 20), (40, 600), (11, 1100)])
+def test_rms_norm(kernel_device, monkeypatch, dtype, tokens, size):
+    """Fewer tokens than a program takes, more blocks of them than there are programs, and sizes that are no power of two."""
+    monkeypatch.setattr(fused_kernels, "PROGRAMS", 3)
+    weight = 1 + 0.3 * normal(size, seed=3)
+    check(lambda x, w, impl: fused.rms_norm(x, w, 1e-6, impl), [normal(2, tokens, size), weight], kernel_device, dtype, exact=1)
+
+
 def test_nothing_to_do(kernel_device):
     empty = torch.empty(0, 8, device=kernel_device, requires_grad=True)
     none = torch.empty(0, dtype=torch.int64, device=kernel_device)
@@ -93,6 +102,9 @@ def test_nothing_to_do(kernel_device):
     assert out.shape == (0, 4)
     out.sum().backward()
     assert fused.combine(empty, none, none, empty.new_empty(0, 2), "triton").shape == (0, 8)
+    weight = torch.ones(8, device=kernel_device, requires_grad=True)
+    fused.rms_norm(empty, weight, 1e-6, "triton").sum().backward()
+    assert not weight.grad.any()
     assert fused.copy_rows(empty, none, none, 2, "triton").shape == (0, 8)
 
 

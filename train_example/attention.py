@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from indexer import indexer_kl_loss, lightning_indexer
 from sparse_attn import compress_kv, sparse_attn_shared_kv
 from train_example.config import ModelConfig
-from train_example.fused import norm_rope, rope
+from train_example.fused import norm_rope, rms_norm, rope
 
 
 class RMSNorm(nn.Module):
@@ -33,16 +33,16 @@ class RMSNorm(nn.Module):
 
     fp32_island = True
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, impl: str = "auto") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.eps, self.impl = eps, impl
 
     def init_weights(self, std: float) -> None:
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, self.impl)
 
 
 class GatedPool(nn.Module):
@@ -72,7 +72,7 @@ class Compressor(nn.Module):
         self.kv = nn.Linear(config.hidden_size, width, bias=False)
         self.gate = nn.Linear(config.hidden_size, width, bias=False)
         self.pool = GatedPool(size, ratio, overlap, impl)
-        self.norm = RMSNorm(size, config.norm_eps)
+        self.norm = RMSNorm(size, config.norm_eps, impl)
         self.ratio = ratio
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -175,10 +175,10 @@ class Attention(nn.Module):
         self.ratio, self.kind = ratio, config.kind(ratio)
         D, N, C, L = config.hidden_size, config.num_heads, config.head_dim, config.q_lora_rank
         self.q_a = nn.Linear(D, L, bias=False)
-        self.q_norm = RMSNorm(L, config.norm_eps)
+        self.q_norm = RMSNorm(L, config.norm_eps, impl)
         self.q_b = nn.Linear(L, N * C, bias=False)
         self.kv = nn.Linear(D, C, bias=False)
-        self.kv_norm = RMSNorm(C, config.norm_eps)
+        self.kv_norm = RMSNorm(C, config.norm_eps, impl)
         self.compressor = Compressor(config, C, ratio, impl) if self.kind != "window" else None
         self.indexer = Indexer(config, ratio, impl) if self.kind == "csa" else None
         self.core = AttentionCore(config, ratio, impl)

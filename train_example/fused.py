@@ -3,6 +3,7 @@
     swiglu(gate_up)             silu(min(gate, limit)) * clip(up)
     combine(rows, place, w)     the weighted sum of a token's rows, wherever the sort has put them
     copy_rows / sum_rows        the other end of the dispatch: a token's row for each of its experts, whose gradient is a sum of rows
+    rms_norm(x, weight)         x / rms(x) * weight
     norm_rope(x), rope(x)       RMS norm without weight, and RoPE on the last channels
 
 impl "eager" is plain PyTorch under autograd, as is "auto" on a CPU, and anything on an NPU, where these kernels have not been tried. The
@@ -47,6 +48,14 @@ _combine_bwd = _register(
     "combine_bwd(Tensor grad, Tensor rows, Tensor place, Tensor weights, str impl) -> (Tensor drows, Tensor dweights)",
     lambda grad, rows, place, weights: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
     "combine_bwd",
+)
+_rms_norm_fwd = _register(
+    "rms_norm_fwd(Tensor x, Tensor weight, float eps, str impl) -> Tensor", lambda x, weight, eps: x.new_empty(x.shape), "rms_norm_fwd"
+)
+_rms_norm_bwd = _register(
+    "rms_norm_bwd(Tensor grad, Tensor x, Tensor weight, float eps, str impl) -> (Tensor dx, Tensor dweight)",
+    lambda grad, x, weight, eps: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    "rms_norm_bwd",
 )
 _norm_rope = _register(
     "norm_rope(Tensor x, Tensor? grad, Tensor cos, Tensor sin, float eps, bool inverse, str impl) -> Tensor",
@@ -117,6 +126,19 @@ class _GatherRows(torch.autograd.Function):
         return grad[order], None, None
 
 
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _rms_norm_fwd(x, weight, eps, "triton")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return *_rms_norm_bwd(grad, *ctx.saved_tensors, ctx.eps, "triton"), None
+
+
 class _NormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, eps: float, inverse: bool) -> Tensor:
@@ -161,6 +183,13 @@ def combine(rows: Tensor, order: Tensor, place: Tensor, weights: Tensor, impl: s
         return _Combine.apply(rows, place, weights)
     rows = permute_rows(rows, place, order).view(*weights.shape, rows.shape[1])
     return (rows.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, impl: str = "auto") -> Tensor:
+    """x [..., D], weight [D] fp32 (fp64) -> x / rms(x) * weight in x's dtype, computed in the weight's."""
+    if _kernel("rms_norm", impl, weight):
+        return _RMSNorm.apply(x, weight, float(eps))
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False, impl: str = "auto") -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels for what lies between the library's ops in a layer: SwiGLU, the experts' weighted sum, RMS norm with RoPE. Used by fused.py.
+"""Kernels for what lies between the library's ops in a layer: SwiGLU, the experts' weighted sum, RMS norm, RMS norm with RoPE. For fused.py.
 
 Shape letters: M rows, I hidden width of an expert, T tokens, K experts a token, D hidden size, N heads, C channels of a head,
 R rotated channels, S sequence length. All arithmetic is fp32 and is rounded once. A program owns what it writes: no atomics.
@@ -20,6 +20,7 @@ from train_example.config import PRESETS, ModelConfig
 from train_example.run_config import from_dict
 
 BLOCK = 1024
+PROGRAMS = 512  # of the norm's backward pass: not the device's number of processors, for the order of the sum is the same everywhere then
 
 
 @triton.jit
@@ -126,6 +127,36 @@ def norm_rope_kernel(
     tl.store(out + at + c[None, :], y.to(out.dtype.element_ty), mask=on)
 
 
+@triton.jit(do_not_specialize=["T"])
+def rms_norm_fwd_kernel(x, weight, out, T, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, eps: tl.constexpr):
+    t, d = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)
+    at, on = t[:, None] * D + d[None, :], (t < T)[:, None] & (d < D)[None, :]
+    value = tl.load(x + at, mask=on, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)
+    y = value * scale[:, None] * tl.load(weight + d, mask=d < D, other=0.0)[None, :]
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=on)
+
+
+@triton.jit(do_not_specialize=["T"])
+def rms_norm_bwd_kernel(x, weight, grad, dx, dweights, T, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, eps: tl.constexpr):
+    """A program takes each PROGRAMS-th block of tokens and writes the sum of their gradients of weight as one row of dweights."""
+    d = tl.arange(0, BD)
+    w = tl.load(weight + d, mask=d < D, other=0.0)[None, :]
+    dw = tl.zeros([BT, BD], tl.float32)
+    for start in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
+        t = (start + tl.arange(0, BT)).to(tl.int64)
+        at, on = t[:, None] * D + d[None, :], (t < T)[:, None] & (d < D)[None, :]
+        value = tl.load(x + at, mask=on, other=0.0).to(tl.float32)
+        g = tl.load(grad + at, mask=on, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+        value *= scale
+        dw += g * value
+        g *= w
+        y = scale * (g - value * (tl.sum(g * value, 1) / D)[:, None])
+        tl.store(dx + at, y.to(dx.dtype.element_ty), mask=on)
+    tl.store(dweights + tl.program_id(0).to(tl.int64) * D + d, tl.sum(dw, 0), mask=d < D)
+
+
 def _block(size: int) -> int:
     return min(BLOCK, triton.next_power_of_2(size))
 
@@ -214,6 +245,37 @@ def norm_rope(x: Tensor, grad: Tensor | None, cos: Tensor, sin: Tensor, eps: flo
     return out
 
 
+@cache
+def _norm_spec(backward: bool, dtype: torch.dtype, size: int, eps: float) -> Spec:
+    pointer, padded = f"*{TRITON_DTYPE[dtype]}", triton.next_power_of_2(size)
+    types = {"x": pointer, "weight": "*fp32"}
+    types |= {"grad": pointer, "dx": pointer, "dweights": "*fp32"} if backward else {"out": pointer}
+    consts = {"D": size, "BT": max(1, 2048 // padded), "BD": padded, "eps": eps}
+    kernel = rms_norm_bwd_kernel if backward else rms_norm_fwd_kernel
+    return Spec(kernel, types=types | {"T": "i32"}, consts=consts, num_warps=8 if padded >= 4096 else 4, targets=("cuda",))
+
+
+def rms_norm_fwd(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
+    if out.numel():
+        T, spec = x.numel() // x.shape[-1], _norm_spec(False, x.dtype, x.shape[-1], eps)
+        spec.launch((triton.cdiv(T, spec.consts["BT"]),), x, weight, out, T)
+    return out
+
+
+def rms_norm_bwd(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    dx = torch.empty_like(x)
+    if not dx.numel():
+        return dx, torch.zeros_like(weight)
+    T, spec = x.numel() // x.shape[-1], _norm_spec(True, x.dtype, x.shape[-1], eps)
+    programs = min(triton.cdiv(T, spec.consts["BT"]), PROGRAMS)
+    dweights = weight.new_empty(programs, x.shape[-1])
+    spec.launch((programs,), x, weight, grad, dx, dweights, T)
+    return dx, dweights.sum(0)
+
+
 def model_config(shape: ModelShape) -> ModelConfig | None:
     """The trainer's configuration that a shape was made of, or the preset that it is equal to; None if it is no model of the trainer."""
     if isinstance(shape.source, ModelConfig):
@@ -234,6 +296,8 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
         yield _swiglu_spec(backward, dtype, config.expert_dim, float(config.swiglu_limit))
         yield _rope_spec(dtype, *heads[0], config.rope_head_dim, float(config.norm_eps), False, backward)
         yield _rope_spec(dtype, *heads[0], config.rope_head_dim, -1.0, True, backward)
+        for size in dict.fromkeys((config.hidden_size, config.q_lora_rank, config.head_dim, config.index_head_dim)):
+            yield _norm_spec(backward, dtype, size, float(config.norm_eps))
         for sizes in heads:
             yield _rope_spec(dtype, *sizes, config.rope_head_dim, -1.0, False, backward)
     for weighted in (False, True):

@@ -89,10 +89,10 @@ class Layer(nn.Module):
         super().__init__()
         self.impl = impl
         self.attn_hc = ModelHyperConnection(config, impl)
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, impl)
         self.attn = Attention(config, ratio, impl)
         self.moe_hc = ModelHyperConnection(config, impl)
-        self.moe_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.moe_norm = RMSNorm(config.hidden_size, config.norm_eps, impl)
         self.moe = MoE(config, layer_index, impl)
 
     def forward(
@@ -112,13 +112,13 @@ class MTPBlock(nn.Module):
     def __init__(self, config: ModelConfig, impl: str) -> None:
         super().__init__()
         D = config.hidden_size
-        self.embed_norm = RMSNorm(D, config.norm_eps)
+        self.embed_norm = RMSNorm(D, config.norm_eps, impl)
         self.embed_proj = nn.Linear(D, D, bias=False)
-        self.stream_norm = RMSNorm(D, config.norm_eps)
+        self.stream_norm = RMSNorm(D, config.norm_eps, impl)
         self.stream_proj = nn.Linear(D, D, bias=False)
         self.layer = Layer(config, config.num_layers, config.mtp_compress_ratio, impl)
         self.hc_head = ModelHyperHead(config, impl)
-        self.norm = RMSNorm(D, config.norm_eps)
+        self.norm = RMSNorm(D, config.norm_eps, impl)
 
     def forward(
         self, streams: Tensor, next_embedding: Tensor, next_ids: Tensor, cos: Tensor, sin: Tensor, with_kl: bool = False
@@ -144,7 +144,7 @@ class DeepSeekV4(nn.Module):
             self.embed = Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(Layer(config, i, ratio, impl) for i, ratio in enumerate(config.compress_ratios))
             self.hc_head = ModelHyperHead(config, impl)
-            self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps, impl)
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.mtp = nn.ModuleList(MTPBlock(config, impl) for _ in range(config.mtp_layers))
             for name in ("window_frequencies", "compressed_frequencies"):
