@@ -11,7 +11,7 @@ import triton.language as tl
 from indexer.core import span_spec
 from indexer.gradients import gradients_spec, owner_sum_spec
 from indexer.kl_loss.dense import dense_gradient_spec, dense_teacher_spec
-from indexer.kl_loss.fwd import rows_spec
+from indexer.kl_loss.fwd import rows_spec, total_spec
 from indexer.kl_loss.slots import slot_scores_spec, slot_teacher_spec
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.fwd import scores_spec
@@ -22,11 +22,10 @@ from kernel_runtime.registry import ModelShape
 BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["tail", "tasks"])
-def scale_kernel(x, scale, out, tail, tasks, B: tl.constexpr):
-    """Blocks of B elements; the last has `tail`. (A number of all elements would be a 32- or a 64-bit argument by its value.)"""
+@triton.jit
+def scale_blocks(x, factor, out, tail, tasks, B: tl.constexpr):
+    """out = x * factor in blocks of B elements; the last has `tail`. (A number of all elements would be a 32- or a 64-bit argument by its value.)"""
     place = tl.arange(0, B)
-    factor = tl.load(scale)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         first = tl.cast(task, tl.int64) * B  # from here on 32 bits
         if task < tasks - 1:  # with a mask, elements would be moved one at a time
@@ -37,13 +36,24 @@ def scale_kernel(x, scale, out, tail, tasks, B: tl.constexpr):
             tl.store(out + first + place, value.to(out.dtype.element_ty), mask=place < tail)
 
 
+@triton.jit(do_not_specialize=["q_tail", "q_tasks", "k_tail", "k_tasks", "w_tail", "w_tasks"])
+def scale_kernel(
+    dq, dk, dweights, scale, dq_out, dk_out, dweights_out, q_tail, q_tasks, k_tail, k_tasks, w_tail, w_tasks, B: tl.constexpr,
+):  # fmt: skip
+    """The three gradients in one launch, which takes about as long as the two small ones."""
+    factor = tl.load(scale)
+    scale_blocks(dq, factor, dq_out, q_tail, q_tasks, B)
+    scale_blocks(dk, factor, dk_out, k_tail, k_tasks, B)
+    scale_blocks(dweights, factor, dweights_out, w_tail, w_tasks, B)
+
+
 @cache
-def scale_spec(dtype: torch.dtype, out_dtype: torch.dtype) -> Spec:
-    return Spec(
-        scale_kernel,
-        types={"x": f"*{TRITON_DTYPE[dtype]}", "scale": "*fp32", "out": f"*{TRITON_DTYPE[out_dtype]}", "tail": "i32", "tasks": "i32"},
-        consts={"B": BLOCK},
-    )
+def scale_spec(dtype: torch.dtype, weights_dtype: torch.dtype) -> Spec:
+    name, weights_name = TRITON_DTYPE[dtype], TRITON_DTYPE[weights_dtype]
+    pointers = {"dq": name, "dk": "fp32", "dweights": "fp32", "scale": "fp32", "dq_out": name, "dk_out": name, "dweights_out": weights_name}
+    sizes = ("q_tail", "q_tasks", "k_tail", "k_tasks", "w_tail", "w_tasks")
+    types = {n: f"*{kind}" for n, kind in pointers.items()} | dict.fromkeys(sizes, "i32")
+    return Spec(scale_kernel, types=types, consts={"B": BLOCK})
 
 
 def indexer_kl_loss_bwd(
@@ -54,15 +64,15 @@ def indexer_kl_loss_bwd(
     weights_dtype: torch.dtype,
     npu: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    results = []
-    for grad, dtype in zip((dq_index, dk_index, dweights), (dq_index.dtype, dq_index.dtype, weights_dtype)):
-        out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
-        if blocks := triton.cdiv(grad.numel(), BLOCK):
-            tail = grad.numel() - (blocks - 1) * BLOCK
-            grid = (grid_size(grad.device, blocks, on_npu(grad.device, npu), vector=True),)
-            scale_spec(grad.dtype, dtype).launch(grid, grad.contiguous(), scale, out, tail, blocks)
-        results.append(out)
-    return tuple(results)
+    gradients = dq_index.contiguous(), dk_index.contiguous(), dweights.contiguous()
+    dtypes = dq_index.dtype, dq_index.dtype, weights_dtype
+    results = tuple(torch.empty(x.shape, dtype=dtype, device=x.device) for x, dtype in zip(gradients, dtypes))
+    blocks = [-(-x.numel() // BLOCK) for x in gradients]
+    if most := max(blocks):
+        sizes = [n for x, count in zip(gradients, blocks) for n in (x.numel() - (count - 1) * BLOCK, count)]
+        grid = (grid_size(dq_index.device, most, on_npu(dq_index.device, npu), vector=True),)
+        scale_spec(dq_index.dtype, weights_dtype).launch(grid, *gradients, scale, *results, *sizes)
+    return results
 
 
 def specs(shape: ModelShape) -> Iterator:
@@ -73,6 +83,7 @@ def specs(shape: ModelShape) -> Iterator:
     indexers = [(dtype, weights, shape.index_heads, shape.index_dim) for weights in dict.fromkeys((dtype, torch.float32))]  # the op takes either
     attention = (dtype, shape.heads, shape.head_dim)
     yield span_spec(ratio, True, False)
+    yield total_spec()
     for table, npu in product((False, True), repeat=2):
         for own in (False, True):
             yield slot_teacher_spec(*attention, shape.index_topk, ratio, table, own, npu)
@@ -94,6 +105,5 @@ def specs(shape: ModelShape) -> Iterator:
                 yield gradients_spec(*index, shape.index_topk, table, owners)
     for npu in (False, True):
         yield owner_sum_spec(dtype, shape.index_dim, npu)
-    yield scale_spec(dtype, dtype)
-    yield scale_spec(torch.float32, dtype)
-    yield scale_spec(torch.float32, torch.float32)
+    for weights in dict.fromkeys((dtype, torch.float32)):
+        yield scale_spec(dtype, weights)

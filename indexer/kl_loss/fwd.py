@@ -20,6 +20,7 @@ from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import Spec
 
 BLOCK_COLUMNS = 1024
+TOTAL_ROWS = 4096  # of a step of the sum over all rows
 
 
 @triton.jit
@@ -129,6 +130,26 @@ def rows_spec(cmp_ratio: int, table: bool, slots: int, marginal: bool, whole: bo
     )
 
 
+@triton.jit(do_not_specialize=["rows"])
+def total_kernel(loss, counted, total, count, rows, B: tl.constexpr):
+    """Sums over the rows, by one program, so that their order is fixed and there is one launch."""
+    place = tl.arange(0, B)
+    value = tl.zeros([B], tl.float32)
+    number = tl.zeros([B], tl.int32)
+    for j in range(0, rows, B):
+        on = j + place < rows
+        value += tl.load(loss + j + place, mask=on, other=0.0)
+        number += tl.load(counted + j + place, mask=on, other=0)
+    tl.store(total, tl.sum(value, 0))
+    tl.store(count, tl.sum(number, 0))
+
+
+@cache
+def total_spec() -> Spec:
+    types = {"loss": "*fp32", "counted": "*i32", "total": "*fp32", "count": "*i32", "rows": "i32"}
+    return Spec(total_kernel, types=types, consts={"B": TOTAL_ROWS}, num_warps=8)
+
+
 class Problem(NamedTuple):
     """Contiguous inputs of one call; batch 1 in TND."""
 
@@ -208,7 +229,9 @@ def indexer_kl_loss_fwd(
             grads = slot_gradients(q_index, k_index, weights, indices, dscores, span, deterministic, x.npu)
     if not gradients:
         grads = q_index.new_empty(0), loss.new_empty(0), loss.new_empty(0)
-    return loss.sum(), counted.sum(dtype=torch.int32), *grads
+    total, count = loss.new_empty(()), counted.new_empty(())
+    total_spec().launch((1,), loss, counted, total, count, batch * queries)
+    return total, count, *grads
 
 
 def _loss_of_rows(

@@ -1,11 +1,10 @@
 """The indexer's KL loss as one registered op that gives value and gradients, the autograd.Function around it, the checkpoint policy."""
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy
 
 from indexer.library import LAYOUT_SCHEMA, OPS, eager_deterministic, offset_of
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, once_differentiable, register_specs
 from reference import indexer as scores_reference
 from reference import indexer_loss as reference
 
@@ -87,6 +86,8 @@ BACKWARD = OPS.register(
     eager=_scale,
     triton="indexer.kl_loss.bwd:indexer_kl_loss_bwd",
 )
+run_loss = eager_call(LOSS)
+run_backward = eager_call(BACKWARD)
 register_specs("indexer.kl_loss", "indexer.kl_loss.bwd:specs")
 
 
@@ -95,16 +96,22 @@ class IndexerKLLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_index, k_index, weights, mean, denominator, coefficient, *args):
-        total, count, *grads = LOSS(q_index, k_index, weights, *args)
+        total, count, *grads = run_loss(q_index, k_index, weights, *args)
         if denominator is None:
             denominator = count.clamp(min=1) if mean else 1
-        scale = (torch.full_like(total, coefficient) / denominator).to(total.dtype)
+        if isinstance(denominator, torch.Tensor):
+            scale = (torch.full_like(total, coefficient) / denominator).to(total.dtype)
+            ctx.save_for_backward(*grads, scale)
+        else:
+            ctx.scale = scale = coefficient / denominator
+            ctx.save_for_backward(*grads)
         ctx.weights_dtype, ctx.impl = weights.dtype, args[-1]
-        ctx.save_for_backward(scale, *grads)
         return total * scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        scale, *grads = ctx.saved_tensors
-        return *BACKWARD(*grads, scale * dloss, ctx.weights_dtype, ctx.impl), *([None] * (len(ctx.needs_input_grad) - 3))
+        dq_index, dk_index, dweights, *scale = ctx.saved_tensors
+        dtotal = dloss * (scale[0] if scale else ctx.scale)
+        grads = run_backward(dq_index, dk_index, dweights, dtotal, ctx.weights_dtype, ctx.impl)
+        return *grads, *([None] * (len(ctx.needs_input_grad) - 3))

@@ -1,10 +1,9 @@
 """Lightning indexer as registered ops and the autograd.Function around them."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from indexer.library import LAYOUT_SCHEMA, OPS, eager_deterministic, offset_of
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_call, eager_vjp, once_differentiable, register_specs
 from reference import indexer as reference
 
 
@@ -47,6 +46,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="indexer.lightning.bwd:lightning_indexer_bwd",
 )
+run_forward = eager_call(FORWARD)
+run_backward = eager_call(BACKWARD)
 register_specs("indexer.lightning", "indexer.lightning.bwd:specs")
 
 
@@ -56,7 +57,7 @@ class LightningIndexer(torch.autograd.Function):
         ctx, q, k, weights, topk, cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset, q_offsets, sorted, query_chunk, deterministic, impl
     ):
         layout = (cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset, q_offsets)
-        indices, scores = FORWARD(q, k, weights, topk, *layout, sorted, query_chunk, impl)
+        indices, scores = run_forward(q, k, weights, topk, *layout, sorted, query_chunk, impl)
         ctx.save_for_backward(q, k, weights, indices, cu_seqlens_q, cu_seqlens_k)
         ctx.deterministic, ctx.impl = deterministic, impl
         ctx.mark_non_differentiable(indices)
@@ -66,5 +67,5 @@ class LightningIndexer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _, dscores):
         q, k, weights, indices, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        grads = BACKWARD(dscores, q, k, weights, indices, cu_seqlens_q, cu_seqlens_k, ctx.deterministic, ctx.impl)
+        grads = run_backward(dscores, q, k, weights, indices, cu_seqlens_q, cu_seqlens_k, ctx.deterministic, ctx.impl)
         return *grads, *([None] * 10)
