@@ -43,17 +43,23 @@ def test_signed_mean_and_yardsticks_of_another_length(tmp_path, capsys):
     a = write_run(tmp_path / "a", {11: 1.0, 12: 1.0, 13: 1.0, 14: 1.0})
     b = write_run(tmp_path / "b", {11: 1.0, 12: 1.25, 13: 0.8, 14: 1.0})
     c = write_run(tmp_path / "c", {11: 1.0, 12: 0.5})
+    d = write_run(tmp_path / "d", {11: 1.0, 12: 1.0, 13: 1.0, 14: 1.0})
     assert compare.mean_signed(a, b) == pytest.approx((0.2 - 0.2) / 4, abs=1e-12)
     assert compare.mean_signed(a, c) == pytest.approx(-0.25)
     assert compare.mean_signed(c, a) == pytest.approx(0.25)
-    assert compare.main([str(a), str(b), "--yardstick", str(c), str(a), "--plot", str(tmp_path / "plot.png")]) == 1
+    assert compare.main([str(a), str(b), "--yardstick", str(c), str(d), "--plot", str(tmp_path / "plot.png")]) == 1
     lines = capsys.readouterr().out.splitlines()
     header = next(line for line in lines if line.strip().startswith("steps"))
-    assert [name in header for name in ("raw", "smoothed", "c, smoothed", "a, smoothed")] == [True] * 4
+    assert header.split() == ["steps", "b", "b,", "smoothed", "c", "c,", "smoothed", "d", "d,", "smoothed"]
     assert [line.split()[0] for line in lines if line.strip()[:2] in ("11", "12", "14")] == ["11-11", "12-13", "14-14"]
     last = next(line for line in lines if line.strip().startswith("14-14"))
     assert last.count(" -") == 2, "the yardstick c has no step 14"
-    assert "c -2.50e-01, a +0.00e+00" in next(line for line in lines if line.startswith("mean signed"))
+    assert "c -2.50e-01, d +0.00e+00" in next(line for line in lines if line.startswith("mean signed"))
+
+
+def test_runs_of_one_name_and_one_run_twice(tmp_path):
+    a, b, c = tmp_path / "1" / "run", tmp_path / "2" / "run", tmp_path / "other"
+    assert compare.named([a, b, c, a]) == {str(a): a, str(b): b, "other": c, f"{a}'": a}
 
 
 # ---- compare_fixed ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any
 
 from train_example.metrics import EMA_DECAY, read_metrics
 
+Series = list[tuple[int, float]]  # (step, difference)
 QUANTITIES = ("loss", "lm_loss", "kl_loss", "mtp_loss", "grad_norm", "eval_bpb")
 
 
@@ -47,7 +48,7 @@ def common_rows(run_a: Path, run_b: Path) -> list[tuple[int, dict[str, Any], dic
     return [(step, rows[0][step], rows[1][step]) for step in steps]
 
 
-def compare(run_a: Path, run_b: Path) -> dict[str, list[tuple[int, float]]]:
+def compare(run_a: Path, run_b: Path) -> dict[str, Series]:
     """Relative differences by quantity: (step, difference), for the steps in which both runs have it.
 
     Raises ValueError for a folder without metrics, or runs with no step in common.
@@ -56,7 +57,7 @@ def compare(run_a: Path, run_b: Path) -> dict[str, list[tuple[int, float]]]:
     return {key: [(step, relative_difference(a[key], b[key])) for step, a, b in pairs if key in a and key in b] for key in QUANTITIES}
 
 
-def smoothed_difference(run_a: Path, run_b: Path) -> list[tuple[int, float]]:
+def smoothed_difference(run_a: Path, run_b: Path) -> Series:
     """(step, relative difference) of the two moving averages of the loss, over the steps both runs have from the first on."""
     losses = [{row["step"]: row["loss"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row} for run in (run_a, run_b)]
     average: list[float] = []
@@ -71,7 +72,8 @@ def smoothed_difference(run_a: Path, run_b: Path) -> list[tuple[int, float]]:
 def mean_signed(run_a: Path, run_b: Path) -> float:
     """Mean over the common steps of the loss's relative difference with its sign: above 0 where b's loss is the larger one."""
     pairs = [(a["loss"], b["loss"]) for _, a, b in common_rows(run_a, run_b) if "loss" in a and "loss" in b]
-    return statistics.fmean(math.copysign(relative_difference(a, b), b - a) for a, b in pairs)
+    differences = [math.copysign(relative_difference(a, b), b - a) for a, b in pairs]
+    return statistics.fmean(differences) if all(map(math.isfinite, differences)) else math.nan
 
 
 def spans(first: int, last: int) -> list[range]:
@@ -80,7 +82,7 @@ def spans(first: int, last: int) -> list[range]:
     return [range(before + 2**i, min(before + 2 ** (i + 1), last + 1)) for i in range(steps.bit_length())]
 
 
-def growth(differences: list[tuple[int, float]]) -> list[tuple[range, float, float]]:
+def growth(differences: Series) -> list[tuple[range, float, float]]:
     """Of each span of steps that has any: its median and largest difference."""
     out = []
     for span in spans(differences[0][0], differences[-1][0]):
@@ -90,7 +92,7 @@ def growth(differences: list[tuple[int, float]]) -> list[tuple[range, float, flo
     return out
 
 
-def print_growth(series: dict[str, list[tuple[int, float]]]) -> None:
+def print_growth(series: dict[str, Series]) -> None:
     """series: (step, difference) by name; the spans are those of the first series, '-' where another one has no step of them."""
     print("relative difference of the loss, median and largest")
     print(f"{'steps':>11}" + "".join(f" {name:>23}" for name in series))
@@ -102,27 +104,46 @@ def print_growth(series: dict[str, list[tuple[int, float]]]) -> None:
         print(f"{span.start:5d}-{span.stop - 1:<5d}" + text)
 
 
-def plot(runs: dict[str, Path], series: dict[str, list[tuple[int, float]]], tolerance: float, file: Path) -> str:
-    """Losses of the runs above, differences below; returns a line that says what was done."""
+def plot(runs: dict[str, Path], raw: dict[str, Series], smoothed: dict[str, Series], tolerance: float, file: Path) -> str:
+    """Losses of the runs above, differences of a step and of the moving averages below; returns a line that says what was done.
+
+    runs: by name, the first is the one that the others are compared with; raw and smoothed: by the names of the others.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return f"{file} was not drawn: matplotlib is not installed"
-    figure = Figure(figsize=(10, 8), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure = Figure(figsize=(10, 10), layout="constrained")
+    panels = figure.subplots(3, 1, sharex=True)
+    colors = {name: f"C{i}" for i, name in enumerate(runs)}
+    first = next(iter(runs))
     for name, run in runs.items():
         rows = [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
-        above.plot([row["step"] for row in rows], [row["loss"] for row in rows], label=name, linewidth=1)
-    above.set(ylabel="loss, nats a token")
-    for name, differences in series.items():
-        below.plot(*zip(*differences), label=name, linewidth=0.8, linestyle="--" if "smoothed" in name else "-")
-    below.axhline(tolerance, color="black", linewidth=0.8)
-    below.set(yscale="log", xlabel="step", ylabel="relative difference")
-    for axes in (above, below):
+        panels[0].plot([row["step"] for row in rows], [row["loss"] for row in rows], label=name, color=colors[name], linewidth=1)
+    for axes, series, title in ((panels[1], raw, "of a step"), (panels[2], smoothed, "of the moving averages")):
+        for name, differences in series.items():
+            axes.plot(*zip(*differences), label=f"{name} against {first}", color=colors[name], linewidth=0.9)
+        axes.axhline(tolerance, color="black", linewidth=0.8)
+        axes.set(yscale="log", ylabel=f"relative difference {title}", ylim=(1e-7, None))
+    panels[0].set(ylabel="loss, nats a token")
+    panels[2].set(xlabel="step")
+    for axes in panels:
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=100)
     return f"plot: {file}"
+
+
+def named(runs: list[Path]) -> dict[str, Path]:
+    """The folders by their own names; by their paths where two have one name, with a ' for every time that one comes again."""
+    names = [run.name for run in runs]
+    out: dict[str, Path] = {}
+    for run in runs:
+        name = run.name if names.count(run.name) == 1 else str(run)
+        while name in out:
+            name += "'"
+        out[name] = run
+    return out
 
 
 def other_texts(run_a: Path, run_b: Path) -> bool:
@@ -143,12 +164,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw losses and differences")
     args = parser.parse_args(argv)
     others = [args.run_b, *args.yardstick]
+    runs = named([args.run_a, *others])
     try:
         found = compare(args.run_a, args.run_b)
-        series = {"raw": found["loss"], "smoothed": smoothed_difference(args.run_a, args.run_b)}
-        for run in args.yardstick:
-            series |= {run.name: compare(args.run_a, run)["loss"], f"{run.name}, smoothed": smoothed_difference(args.run_a, run)}
-        means = [mean_signed(args.run_a, run) for run in others] if found["loss"] else []
+        raw = {name: compare(args.run_a, run)["loss"] for name, run in list(runs.items())[1:]}
+        smoothed = {name: smoothed_difference(args.run_a, runs[name]) for name in raw}
+        means = {name: mean_signed(args.run_a, runs[name]) for name, differences in raw.items() if differences}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -160,11 +181,10 @@ def main(argv: list[str] | None = None) -> int:
         for step, _ in found["loss"]:
             print(f"{step:4d} " + " ".join(f"{by_key[key][step]:12.3e}" if step in by_key[key] else f"{'-':>12}" for key in QUANTITIES))
     if found["loss"]:
-        print_growth(series)
-        print("mean signed difference: " + ", ".join(f"{run.name} {mean:+.2e}" for run, mean in zip(others, means)))
+        print_growth({label: series[name] for name in raw for label, series in ((name, raw), (f"{name}, smoothed", smoothed))})
+        print("mean signed difference: " + ", ".join(f"{name} {mean:+.2e}" for name, mean in means.items()))
     if args.plot:
-        runs = {str(run): run for run in (args.run_a, *others)}
-        print(plot(runs, series, args.tolerance, args.plot))
+        print(plot(runs, raw, smoothed, args.tolerance, args.plot))
     failed = False
     for key, values in found.items():
         if not values:
