@@ -9,10 +9,9 @@ rounds, and a systematic part shows as one that does not average out over batche
     triton    the same with kernels
 
 Of the losses: mean and standard error of the signed relative difference over batches, and the largest one. Of the gradients, by part of the
-model, relative to the norm of the mean gradient: the difference of one batch (root mean square), and the systematic part, for which odd and
-even batches are averaged apart: sqrt |<mean difference of the odd ones, of the even ones>|, with the product's sign. Independent rounding
-leaves of it one batch's difference / sqrt(batches / 2) x a cosine that is near 0. Of the choices: the share of (token, expert) and
-(query, entry) pairs of one variant that the other does not have.
+model, relative to the norm of the mean gradient: the difference of one batch (root mean square), and the systematic part: the root of the
+mean product of the differences of two batches, with that mean's sign (differences that have nothing to do with each other have products of
+either sign). Of the choices: the share of (token, expert) and (query, entry) pairs of one variant that the other does not have.
 """
 
 import argparse
@@ -122,15 +121,14 @@ def loss_bias(values: list[float]) -> tuple[float, float, float]:
 def gradient_bias(references: list[Tensor], differences: list[Tensor]) -> tuple[float, float]:
     """Of one part, a tensor a batch: root mean square difference of a batch, and the systematic part, over the norm of the mean reference.
 
-    The product of two means over different batches has the systematic part's square as its expectation: the noise of one half does not
-    meet itself. Needs two batches.
+    The mean of <d_i, d_j> over i != j has the systematic part's square as its expectation: no noise meets itself. Needs two batches.
     """
     norm = torch.stack(references).mean(0).norm().item()
     if norm == 0:
         return math.nan, math.nan
-    one = math.sqrt(statistics.fmean(float(d.square().sum()) for d in differences))
-    product = float(torch.stack(differences[::2]).mean(0) @ torch.stack(differences[1::2]).mean(0))
-    return one / norm, math.copysign(math.sqrt(abs(product)), product) / norm
+    count, squares = len(differences), sum(float(d.square().sum()) for d in differences)
+    product = (float(torch.stack(differences).sum(0).square().sum()) - squares) / (count * (count - 1))
+    return math.sqrt(squares / count) / norm, math.copysign(math.sqrt(abs(product)), product) / norm
 
 
 def missing_share(a: list[Tensor], b: list[Tensor]) -> float:
