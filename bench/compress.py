@@ -1,6 +1,6 @@
 """compress_kv on a GPU: checked against fp64, then timed beside the eager form and torch.compile.
 
-    python -m bench.run compress [--tokens 4096 65536] [--tune]
+    python -m bench.run compress [--tokens 4096 65536] [--providers triton reference compile] [--tune]
 
 GB/s count the minimal bytes (kv, gate and the gradient of the result read once, results written once) and stand beside the rate at which
 the same device copies, measured in the same run. Calls are captured in a CUDA graph that goes over several sets of inputs, together larger
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from bench.common import Row, copy_rate, print_table
+from bench.common import Row, copy_rate, print_head, print_row
 from reference.cases import relative_error
 from reference.cases.sparse_attn import CompressCase, compress_inputs
 from reference.compress import compress_kv as reference
@@ -30,6 +30,7 @@ from sparse_attn.compress.op import BACKWARD, FORWARD
 D = 512
 SHAPES = ((4, True), (128, False))  # ratio, overlap: the two compressors of DeepSeek-V4
 COLD_BYTES = 400e6  # of inputs that a timing goes over
+PROVIDERS = ("triton", "reference", "compile")
 LIMIT = 3e-3  # relative error against fp64 of bf16 results: their rounding is 1.6e-3
 
 
@@ -120,9 +121,10 @@ def autograd_times(fn: Callable[..., torch.Tensor], case: CompressCase, sets: li
     return forward, time_graph([lambda x=x, t=t: both(x, t) for x, t in zip(sets, leaves)]) - forward
 
 
-def measure(tokens: Sequence[int], rate: float) -> list[Row]:
+def measure(tokens: Sequence[int], providers: Sequence[str], rate: float) -> list[Row]:
     compiled = torch.compile(lambda *a, **k: compress_kv(*a, **k, impl="eager"), dynamic=False)
     rows = []
+    print_head(f"compress_kv, D {D}, bf16, batch 1")
     for (ratio, overlap), S in itertools.product(SHAPES, tokens):
         case = CompressCase("", ratio, overlap, D=D, B=1, S=S)
         sets = input_sets(case)
@@ -131,17 +133,17 @@ def measure(tokens: Sequence[int], rate: float) -> list[Row]:
             "reference": lambda c=case, x=sets: autograd_times(lambda *a, **k: compress_kv(*a, **k, impl="eager"), c, x),
             "compile": lambda c=case, x=sets: autograd_times(compiled, c, x),
         }
-        for form, timed in forms.items():
+        for form in providers:
             torch.cuda.empty_cache()
             try:
-                times = timed()
+                times = forms[form]()
             except Exception as error:  # a baseline that cannot be captured must not hide the rest
                 print(f"{form}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
                 continue
             for direction, seconds, count in zip(("forward", "backward"), times, minimal_bytes(case)):
                 op = f"ratio {ratio}{', overlap' if overlap else ''}"
                 rows.append(Row("compress", f"S {S}", "bf16", op, direction, form, True, seconds * 1e3, count, rate))
-    print_table(f"compress_kv, D {D}, bf16, batch 1", rows)
+                print_row(rows[-1])
     return rows
 
 
@@ -170,6 +172,7 @@ def tune(tokens: Sequence[int], rate: float) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 65536])
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--tune", action="store_true")
 
 
@@ -182,4 +185,4 @@ def run(args: argparse.Namespace) -> list[Row]:
     print(f"copy {rate:.0f} GB/s")
     if args.tune:
         tune(args.tokens, rate)
-    return measure(args.tokens, rate)
+    return measure(args.tokens, args.providers, rate)
