@@ -1,6 +1,7 @@
 """The KL loss's kernels against the fp64 reference, in the interpreter and on a GPU."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -190,6 +191,41 @@ def test_scores_of_the_forward(kernel_device, monkeypatch, form):
         torch.testing.assert_close(loss, want[0], rtol=1e-6, atol=1e-7)
         assert torch.equal(scores, kept)
     assert "rows_kernel" in seen and "slot_scores_kernel" not in seen
+
+
+@pytest.mark.parametrize("case", [BSND, TND], ids=lambda c: c.name)
+@pytest.mark.parametrize("how, runs", [("full", 2), ("policy", 1)])
+def test_scores_of_the_forward_under_checkpointing(kernel_device, monkeypatch, case, how, runs):
+    """Selection and loss in one checkpointed layer: the selection that runs again gives the same slots and scores; the policy keeps the loss."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    from indexer import lightning_indexer, save_kl_policy
+    from kernel_runtime import launch
+
+    poison_empty(monkeypatch)
+    leaves, options = make(case, "sparse/joint", device=kernel_device)
+    del options["indices"]
+    layout = {n: options[n] for n in ("cmp_ratio", "q_offset", "cu_seqlens_q", "cu_seqlens_k") if n in options}
+
+    def layer(*x):
+        with torch.no_grad():
+            indices, scores = lightning_indexer(*x, case.topk, **layout, impl="triton")
+        return indexer_kl_loss(*x, indices, scores=scores, **options, deterministic=True, impl="triton")
+
+    def run(fn):
+        seen = []
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "LAUNCH_OBSERVERS", [lambda spec, args: seen.append(spec.name)])
+            x = [x.detach().requires_grad_() for x in leaves]
+            loss = fn(*x)
+            grads = torch.autograd.grad(loss, x)
+        return loss.detach(), grads, seen.count("rows_kernel")
+
+    contexts = {} if how == "full" else dict(context_fn=partial(create_selective_checkpoint_contexts, save_kl_policy))
+    want, wanted, once = run(layer)
+    loss, grads, times = run(lambda *x: checkpoint(layer, *x, use_reentrant=False, **contexts))
+    assert times == runs * once and torch.equal(loss, want)
+    assert all(torch.equal(a, b) for a, b in zip(grads, wanted))
 
 
 @pytest.mark.parametrize("whole", [False, True])
