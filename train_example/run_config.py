@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import os
 import re
 import sys
@@ -121,6 +122,8 @@ class RunConfig:
             raise ConfigError("resume = latest and overwrite need the run's folder: name it with --out")
         if self.resume == "latest" and self.overwrite:
             raise ConfigError("overwrite would delete the run that resume = latest is to go on with; leave one of them out")
+        for item in dataclasses.fields(self):
+            self._need(not isinstance(value := getattr(self, item.name), float) or math.isfinite(value), item.name, "a finite number")
         for name in ("seq_len", "batch", "accumulate", "steps", "log_every", "lr", "startup_timeout", "step_timeout", "adam_eps"):
             self._need(getattr(self, name) > 0, name, "a number above 0")
         for name in ("warmup_steps", "weight_decay", "min_lr", "balance", "seed", "prefetch"):
@@ -132,6 +135,7 @@ class RunConfig:
         for name in ("eval_every", "save_every"):
             self._need(getattr(self, name) >= -1, name, "1 or more, 0 (never) or -1 (after the last step)")
         self._need(self.clip > 0 or self.clip == -1, "clip", "above 0, or -1 for no clipping")
+        self._need(self.peak_tflops > 0 or self.peak_tflops == -1, "peak_tflops", "above 0, or -1 to look the device up")
         self._need(0 <= self.eval_fraction <= 0.5, "eval_fraction", "0 to 0.5")
         self._need(self.model.vocab_size >= 257, "model.vocab_size", "257 or more: 256 bytes and the end-of-file token")
         for item in dataclasses.fields(self):
