@@ -44,6 +44,8 @@ CASES = (
     case("cfa_3_dense_pack", "cfa", 3, 512, docs_q=(97, 0, 131, 2), cmp_ratio=8, window=128, sinks="extreme"),
     case("cfa_16_dense_d256", "cfa", 16, 256, FP16, docs_q=(30, 0, 70), docs_ori=(90, 20, 171), cmp_ratio=10, window=50),
     case("swa_16_dense_d256", "swa", 16, 256, S=141, q_offset=-9, B=2, window=128),
+    case("swa_64_dense_steps", "swa", 64, 256, S=1403, window=31),  # programs of two steps and more
+    case("cfa_20_negative_scale", "cfa", 20, 512, S=77, cmp_ratio=7, window=40, softmax_scale=-0.05),  # left to the general kernel
     case("scfa_16_d256", "scfa", 16, 256, FP16, S=131, K=70, window=45),
     case("scfa_64_d256", "scfa", 64, 256, S=131, K=40, window=130, q_offset=-9),
     case("cfa_20_d128", "cfa", 20, 128, S=200, B=2, cmp_ratio=3, window=70),
@@ -308,6 +310,42 @@ def test_launcher_of_the_backward(mode, deterministic, monkeypatch):
     assert ("dcmp" in got) == (mode != "swa") and all(got[name].dtype == FP16 for name in ("dq", "dori"))
 
 
+class Launched(Exception):
+    pass
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "mode,window,ratio,scale,dense",
+    [
+        ("swa", 128, 0, 0.1, True),
+        ("swa", 129, 0, 0.1, False),
+        ("swa", None, 0, 0.1, False),
+        ("swa", 128, 0, -0.1, False),
+        ("swa", 128, 0, 0.0, False),
+        ("cfa", 5, 2, 0.1, True),  # 32 entries, the most that stay in shared memory
+        ("cfa", 5, 1, 0.1, False),
+        ("scfa", 5, 3, 0.1, False),
+    ],
+)
+def test_which_forward_runs(mode, window, ratio, scale, dense, monkeypatch):
+    """The dense kernel where every query's ranges are short, the general one elsewhere. Neither runs here: their names are what is tested."""
+    from sparse_attn.shared_kv.hopper import dense_fwd, fwd
+
+    def launch(name):
+        def stop(*_, **__):
+            raise Launched(name)
+
+        return stop
+
+    monkeypatch.setattr(dense_fwd, "dense_forward", launch("dense"))
+    monkeypatch.setattr(fwd, "forward_spec", launch("general"))
+    one = AttentionCase("which", mode, N=2, D=256, B=1, S=65, K=4, cmp_ratio=max(ratio, 1), window=window, softmax_scale=scale)
+    tensors, options = arguments(attention_inputs(one, dtype=FP16), one)
+    with pytest.raises(Launched, match="dense" if dense else "general"):
+        fwd.attention_fwd(*tensors, *options, False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [96, 48])
 def test_other_head_dims_are_left_to_the_plain_kernels(D):
@@ -326,8 +364,10 @@ def test_compiles_ahead_of_time():
 
     from kernel_runtime.launch import CUDA_SMEM_LIMIT
     from sparse_attn.shared_kv.hopper.bwd import backward_spec
+    from sparse_attn.shared_kv.hopper.dense_fwd import dense_forward_spec
     from sparse_attn.shared_kv.hopper.fwd import forward_spec
 
-    for spec in (forward_spec(BF16, 64, 512, 2, True), backward_spec(BF16, 64, 512, 2, False)):
+    specs = (forward_spec(BF16, 64, 512, 2, True), backward_spec(BF16, 64, 512, 2, False), dense_forward_spec(BF16, 64, 512, True, True))
+    for spec in specs:
         kernel = spec.compile(GPUTarget("cuda", 90, 32))
         assert kernel.metadata.shared <= CUDA_SMEM_LIMIT[90]

@@ -337,7 +337,8 @@ def attention_fwd(
     if not rows:
         return out, lse, probs
     places = places_of(q, ori_kv, cmp_kv, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, cmp_ratio, window)
-    if mode != SELECTED and dense_supports(D, window, 0 if cmp_kv is None else cmp_kv.shape[-2]):
+    # the dense kernel takes the maximum before the scale
+    if mode != SELECTED and scale > 0 and dense_supports(D, window, 0 if cmp_kv is None else cmp_kv.shape[-2]):
         from sparse_attn.shared_kv.hopper.dense_fwd import dense_forward
 
         dense_forward(q, ori_kv, cmp_kv, sinks, places, out, lse, scale)
