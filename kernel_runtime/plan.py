@@ -82,16 +82,27 @@ def plan_for(config: Any, dtype: str | None = None) -> Plan:
 
 
 def load_plan(name: str, dtype: str | None = None) -> Plan:
-    """The plan that `--config` names: a preset, a JSON plan, or a trainer configuration in JSON or TOML."""
+    """The plan that `--config` names: a preset, a JSON plan, or a trainer configuration in JSON or TOML.
+
+    ValueError that names the file, or OSError, where it cannot be read.
+    """
+    import_ops(trainer=True)
+    return Plan.of(named_entries(name, dtype))
+
+
+def named_entries(name: str, dtype: str | None = None) -> list[tuple[str, Spec]]:
+    """What `load_plan` reads, of the ops that have been imported."""
     path = Path(name)
     if not path.suffix and not path.exists():
-        return plan_for(name, dtype)
+        return list(registered_specs(shape_of(name, dtype)))
     text = path.read_text()
-    data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    if "kernels" in data:
-        import_ops()
-        return Plan.from_json(text, name)
-    return plan_for(data, dtype)
+    try:
+        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        if isinstance(data, dict) and "kernels" not in data:
+            return list(registered_specs(shape_of(data, dtype)))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return list(Plan.from_json(text, name))
 
 
 def _encode(value: Any) -> Any:

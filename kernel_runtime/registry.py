@@ -14,8 +14,16 @@ from typing import Any
 
 OP_PACKAGES = ("mhc_ops", "sparse_attn", "indexer")  # importing one fills the registry; named here, never imported by this package itself
 TRAINER_OPS = ("train_example.fused",)
+DTYPES = ("bf16", "fp16", "fp32")  # of the streams, in Triton's names
 
 _SPECS: dict[str, str] = {}
+
+# field of ModelShape -> the trainer's name of it
+_TRAINER_NAMES = {
+    "hidden": "hidden_size", "hc_mult": "hc_mult", "heads": "num_heads", "head_dim": "head_dim", "window": "window",
+    "index_heads": "index_heads", "index_dim": "index_head_dim", "index_topk": "index_topk", "sinkhorn_iters": "hc_iters",
+    "csa_ratio": "csa_ratio",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,18 +44,22 @@ class ModelShape:
     dtype: str = "bf16"
     source: Any = field(default=None, compare=False, repr=False)  # what it was made of, for kernels whose sizes are not here
 
+    def __post_init__(self) -> None:
+        """The sizes often come from a file: a wrong one is to be named here and not by a kernel's table."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            numbers = value if item.name == "ratios" else (value,)
+            if item.name not in ("dtype", "source") and not all(type(n) is int and n >= 0 for n in numbers):
+                raise ValueError(f"{_TRAINER_NAMES.get(item.name, 'compress_ratios')} must be of whole numbers, got {value!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
 
 PRESETS = {
     "tiny": ModelShape(64, 4, 4, 32, 16, (4, 16), 4, 32, 8, dtype="fp32"),
     "flash": ModelShape(4096, 4, 64, 512, 128, (4, 128), 64, 128, 512),
     "pro": ModelShape(7168, 4, 128, 512, 128, (4, 128), 64, 128, 1024),
 }
-# field of ModelShape -> the trainer's name of it
-_TRAINER_NAMES = {
-    "hidden": "hidden_size", "hc_mult": "hc_mult", "heads": "num_heads", "head_dim": "head_dim", "window": "window",
-    "index_heads": "index_heads", "index_dim": "index_head_dim", "index_topk": "index_topk", "sinkhorn_iters": "hc_iters",
-    "csa_ratio": "csa_ratio",
-}  # fmt: skip
 
 
 def compressed_ratios(ratios: Iterable[int]) -> tuple[int, ...]:
@@ -59,7 +71,7 @@ def shape_of(config: Any, dtype: str | None = None) -> ModelShape:
     """ModelShape of a preset's name, of a trainer's model configuration (object or mapping), or of a whole trainer configuration.
 
     A mapping may name a preset and override single sizes, as the trainer's config files do; `dtype` is Triton's name ("bf16", "fp32").
-    ValueError for a name that is no preset, or where a size is missing.
+    ValueError for a name that is no preset, for another dtype, or where a size is missing or no whole number.
     """
     if isinstance(config, ModelShape):
         return config if dtype is None else replace(config, dtype=dtype)
@@ -78,6 +90,8 @@ def shape_of(config: Any, dtype: str | None = None) -> ModelShape:
     ratios = get("compress_ratios")
     if ratios is not None:
         mtp = get("mtp_compress_ratio") if get("mtp_layers") else None
+        if not all(type(r) is int for r in ratios):
+            raise ValueError(f"compress_ratios must be of whole numbers, got {ratios!r}")
         found["ratios"] = compressed_ratios([*ratios, mtp or 0])
     missing = [f.name for f in fields(ModelShape) if f.name not in found and f.name not in ("sinkhorn_iters", "csa_ratio", "dtype", "source")]
     if base is None and missing:

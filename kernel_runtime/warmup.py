@@ -240,6 +240,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save-plan", type=Path, help="write the plan as JSON")
     parser.add_argument("--report", choices=("table", "json"), default="table", help="form of the output")
     args = parser.parse_args(argv)
+    if args.jobs is not None and args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {args.jobs}")
     if args.target and args.target.startswith("Ascend"):
         return _check_ascend(args)
     if not triton_installed():
@@ -287,7 +289,8 @@ def _check_ascend(args: argparse.Namespace) -> int:
         return 2
     from kernel_runtime.ascend.__main__ import main as check
 
-    return check(["--model", args.config, "--target", args.target, "--jobs", str(args.jobs or 2), "--report", args.report])
+    listed = ["--dry-run"] if args.dry_run else []
+    return check(["--model", args.config, "--target", args.target, "--jobs", str(args.jobs or 2), "--report", args.report, *listed])
 
 
 if __name__ == "__main__":

@@ -42,6 +42,10 @@ def test_shape_of_refuses():
         shape_of("huge")
     with pytest.raises(ValueError, match="lacks hidden_size"):
         shape_of({"hc_mult": 4})
+    with pytest.raises(ValueError, match="dtype must be one of bf16, fp16, fp32, got 'fp8'"):
+        shape_of("tiny", "fp8")
+    with pytest.raises(ValueError, match="hidden_size must be of whole numbers, got '64'"):
+        shape_of({"preset": "tiny", "hidden_size": "64"})
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -280,10 +284,16 @@ def test_command_line(tmp_path):
 
 
 def test_command_line_errors(tmp_path):
+    half, other = tmp_path / "half.json", tmp_path / "other.json"
+    half.write_text('{"model": ')
+    other.write_text("[]")
     for args, part in (
         (("--config", "huge", "--target", "sm_90"), "unknown model 'huge'"),
         (("--config", "tiny", "--target", "h200"), "unknown target 'h200'"),
         (("--config", "tiny", "--target", "Ascend910B3"), "make ascend-check"),
+        (("--config", "tiny", "--target", "sm_90", "--jobs", "0"), "--jobs must be at least 1"),
+        (("--config", str(half), "--target", "sm_90"), "half.json: Expecting value"),
+        (("--config", str(other), "--target", "sm_90"), "other.json: no plan of format"),
     ):
         result = cli(*args, cache=tmp_path)
         assert result.returncode == 2 and part in result.stderr, result.stderr

@@ -18,7 +18,8 @@ from typing import Any
 
 from kernel_runtime.ascend.compile import Result, compile_to_hivm
 from kernel_runtime.ascend.hivm import per_token
-from kernel_runtime.registry import PRESETS, ModelShape, import_ops, registered_specs, shape_of
+from kernel_runtime.plan import named_entries
+from kernel_runtime.registry import PRESETS, import_ops, registered_specs
 
 TARGETS = ("Ascend910B3", "Ascend910_9382")
 MEMORIES = ("UB", "L1", "L0C")
@@ -84,17 +85,18 @@ def mended(rows: list[Row]) -> list[str]:
     return [f"{kernel} with {name}" for name, listed in KNOWN_FAILURES.items() for kernel in listed if (name, kernel) in kernels]
 
 
-def shape_by_name(model: str) -> ModelShape:
-    return EXTRA_MODELS[model] if model in EXTRA_MODELS else shape_of(model)
+def specs_of(model: str) -> list[tuple[str, Any]]:
+    """(op, spec) of what a model launches: one that is known here by name, or a file as `python -m kernel_runtime.warmup` takes it."""
+    import_ops()
+    return list(registered_specs(EXTRA_MODELS[model])) if model in EXTRA_MODELS else named_entries(model)
 
 
 def entries(models: list[str], pattern: str) -> Iterator[tuple[str, int, Any, list[str]]]:
     """(op, position among the op's specs, spec, models that need it) of every specialisation for Ascend, each once."""
-    import_ops()
     found: dict[Any, list[str]] = {}
     first: dict[Any, tuple[str, int, Any]] = {}
     for model in models:
-        for position, (op, spec) in enumerate(registered_specs(shape_by_name(model))):
+        for position, (op, spec) in enumerate(specs_of(model)):
             if "ascend" in spec.targets and (pattern in spec.name or pattern in op):
                 users = found.setdefault(spec.identity, [])
                 if model not in users:
@@ -122,8 +124,7 @@ def run_entry(job: tuple[str, int, list[str], dict[str, Path], float, str]) -> d
     """Compiles in a worker: specs hold JIT functions, which cannot be sent, so the worker looks the spec up in its own registry."""
     model, position, targets, compilers, timeout, keep = job
     try:
-        import_ops()
-        spec: Any = list(registered_specs(shape_by_name(model)))[position][1]
+        spec: Any = specs_of(model)[position][1]
         return compile_to_hivm(spec, targets, compilers, timeout, Path(keep) if keep else None)
     except Exception:  # an unforeseen error of the gate itself is a failure of that row, with its traceback
         failed = Result(error=f"the check itself failed: {traceback.format_exc(limit=3)}")
@@ -141,9 +142,8 @@ def fill(row: Row, result: Result, spec: Any) -> None:
             setattr(row, name, getattr(report, name))
 
 
-def check(args: argparse.Namespace) -> list[Row]:
+def check(args: argparse.Namespace, found: list[tuple[str, int, Any, list[str]]]) -> list[Row]:
     compilers = compiler_folders(args.compiler)
-    found = list(entries(args.model, args.filter))
     jobs = [(models[0], position, args.target, compilers, args.timeout, args.keep) for _, position, _, models in found]
     rows = []
     with ProcessPoolExecutor(args.jobs) as pool:
@@ -213,7 +213,8 @@ def traffic(rows: list[Row], target: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernel_runtime.ascend", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="+", default=list(PRESETS), choices=[*PRESETS, *EXTRA_MODELS], help="models whose kernels are compiled")
+    models = f"models whose kernels are compiled: {', '.join((*PRESETS, *EXTRA_MODELS))}, a trainer configuration or a JSON plan"
+    parser.add_argument("--model", nargs="+", default=list(PRESETS), help=models)
     parser.add_argument("--target", nargs="+", default=list(TARGETS), help="Ascend targets")
     parser.add_argument("--compiler", action="append", default=[], metavar="DIR", help="folder with a further ascendnpu-ir (repeatable)")
     parser.add_argument("--filter", default="", help="only kernels or ops whose name contains this")
@@ -221,11 +222,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a compiler may take for one kernel")
     parser.add_argument("--keep", default="", metavar="DIR", help="keep the HIVM modules there")
     parser.add_argument("--report", choices=("table", "json", "traffic"), default="table", help="what to print")
+    parser.add_argument("--dry-run", action="store_true", help="list the kernels, compile nothing")
     args = parser.parse_args(argv)
+    try:
+        found = list(entries(args.model, args.filter))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        for op, _, spec, users in found:
+            print(f"{spec.name}{'*' if spec.hot else ''}  {op}  {','.join(users)}  {dict(spec.consts)}")
+        print(f"{len(found)} kernels for Ascend (* = hot: no scalar loop allowed)")
+        return 0
     if args.keep:
         Path(args.keep).mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    rows = check(args)
+    rows = check(args, found)
     if args.report == "json":
         print(json.dumps([asdict(row) | {"failure": row.failure} for row in rows], indent=1))
     else:
