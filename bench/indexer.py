@@ -6,23 +6,31 @@ torch.compile; for the smallest K alone), left out above --eager-limit tokens; c
 kernel and its top-k, which hold all scores at once and whose order of equal scores is its own: not like for like), where installed.
 TFLOP/s counts visible pairs, 2 x heads x Di each, forward, and 6 x selected x heads x Di backward; % is of the rate of a bf16 8192^3 product
 in the same run. Peak memory is beyond what is held before the call, results included.
+
+A row is printed as soon as it is measured. --tokens, --topk, --providers and --directions choose rows; --seconds ends the run before the row
+that would begin after that many, and a provider that takes longer than --limit for one of its rows is left out, so that the whole table can be
+measured in parts (`python -m bench.run merge`).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from bench.attn import matmul_rate
-from bench.common import Captured, Row, copy_rate, median_ms, peak_mib, print_table
+from bench.common import Captured, Row, copy_rate, median_ms, peak_mib, print_head, print_row, time_limit
 from indexer import lightning_indexer
+from kernel_runtime.registry import ModelShape, import_ops, registered_specs
 from reference.indexer import lightning_indexer as reference_indexer
 
 HEADS, DIM, RATIO = 64, 128, 4
 PROVIDERS = ("ours", "unsorted", "reference", "compile", "cudnn")
+DIRECTIONS = ("forward", "backward", "backward, det.")
 
 
 def make_inputs(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,44 +108,92 @@ def cases_of(provider: str, inputs: tuple[Tensor, ...], topk: int) -> Iterator[t
     return autograd(plain, inputs, None)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536, 131072])
+def compile_kernels(op: str, topks: list[int], attention_heads: int = 64, attention_dim: int = 512) -> None:
+    """The kernels of one op at once, in as many processes as there are cores; those of packed documents, which no row needs, are left out."""
+    from kernel_runtime.plan import Plan
+    from kernel_runtime.warmup import compile_ahead
+
+    import_ops()
+    shapes = [ModelShape(64, 4, attention_heads, attention_dim, 128, (RATIO,), HEADS, DIM, topk) for topk in topks]
+    specs = [(name, spec) for shape in shapes for name, spec in registered_specs(shape) if name == op]
+    needed = [x for x in specs if not x[1].consts.get("TABLE") and x[1].types.get("weights", "*fp32") == "*fp32"]
+    major, minor = torch.cuda.get_device_capability()
+    print(compile_ahead(Plan.of(needed), f"sm_{major}{minor}", jobs=min(16, os.cpu_count() or 1)).summary(), flush=True)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, tokens: list[int], eager_limit: int, providers: tuple[str, ...]) -> None:
+    """Of this bench and that of the loss."""
+    parser.add_argument("--tokens", nargs="+", type=int, default=tokens)
     parser.add_argument("--topk", nargs="+", type=int, default=[512, 1024, 2048], help="those above the number of blocks are left out")
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--eager-limit", type=int, default=16384)
+    parser.add_argument("--providers", nargs="+", choices=providers, default=list(providers))
+    parser.add_argument("--eager-limit", type=int, default=eager_limit, help="tokens up to which reference and compile run")
+    parser.add_argument("--rep", type=int, default=30, help="ms of calls that a median is taken over; at least 9 calls")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that one row may take, compilation included; 0: any")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no row is begun after this many seconds")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common_arguments(parser, [4096, 16384, 65536, 131072], 16384, PROVIDERS)
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
+
+
+def left_out(provider: str, tokens: int, topk: int, args: argparse.Namespace) -> bool:
+    return provider in ("reference", "compile") and (tokens > args.eager_limit or (provider == "compile" and topk > min(args.topk)))
+
+
+def measured(provider: str, inputs: tuple[Tensor, ...], topk: int, args: argparse.Namespace, copy: float, product: float) -> Iterator[Row]:
+    """The rows of one provider."""
+    tokens = inputs[0].shape[1]
+    visible = visible_blocks(tokens)
+    pairs, selected = int(visible.sum()), int(visible.clamp(max=topk).sum())
+    for direction, fn in cases_of(provider, inputs, topk):
+        if direction not in args.directions:
+            continue
+        fn()
+        peak = peak_mib(fn)
+        count = 2 * pairs if direction == "forward" else 6 * selected
+        least = sum(x.nbytes for x in inputs) * (1 if direction == "forward" else 2) + 8 * tokens * topk
+        graphs = (True, False) if direction == "forward" and provider in ("ours", "unsorted") else (False,)
+        for graph in graphs:
+            ms = median_ms(Captured(fn) if graph else fn, rep=args.rep)
+            rate = count * HEADS * DIM / ms / 1e9
+            note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
+            case = ("indexer", f"S {tokens}, K {topk}", "bf16", "scores + top-k", direction, provider, graph)
+            yield Row(*case, ms, least, copy, 0, peak, note)
+
+
+def limited(rows: Iterator[Row], seconds: float) -> Iterator[Row]:
+    """The rows, each of which may take so many seconds to come (OverLimit otherwise)."""
+    while True:
+        with time_limit(seconds):
+            row = next(rows, None)
+        if row is None:
+            return
+        yield row
 
 
 def run(args: argparse.Namespace) -> list[Row]:
+    deadline = time.monotonic() + args.seconds
     copy, product = copy_rate(), matmul_rate()
-    print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s")
+    print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s", flush=True)
+    compile_kernels("indexer.lightning", args.topk)
     rows: list[Row] = []
     for tokens in args.tokens:
         inputs = make_inputs(tokens)
-        visible = visible_blocks(tokens)
         for topk in (k for k in args.topk if k <= tokens // RATIO):
-            here: list[Row] = []
-            pairs, selected = int(visible.sum()), int(visible.clamp(max=topk).sum())
+            print_head(f"indexer, S {tokens}, top {topk}, {HEADS} heads, Di {DIM}, bf16")
             for provider in args.providers:
-                if provider in ("reference", "compile") and (tokens > args.eager_limit or (provider == "compile" and topk > min(args.topk))):
+                if left_out(provider, tokens, topk, args):
+                    continue
+                if time.monotonic() > deadline:
+                    print(f"no time left for {provider}", flush=True)
                     continue
                 try:
-                    for direction, fn in cases_of(provider, inputs, topk):
-                        fn()
-                        peak = peak_mib(fn)
-                        count = 2 * pairs if direction == "forward" else 6 * selected
-                        least = sum(x.nbytes for x in inputs) * (1 if direction == "forward" else 2) + 8 * tokens * topk
-                        graphs = (False, True) if direction == "forward" and provider in ("ours", "unsorted") else (False,)
-                        for graph in graphs:
-                            ms = median_ms(Captured(fn) if graph else fn)
-                            rate = count * HEADS * DIM / ms / 1e9
-                            note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
-                            case = ("indexer", f"S {tokens}, K {topk}", "bf16", "scores + top-k", direction, provider, graph)
-                            here.append(Row(*case, ms, least, copy, 0, peak, note))
+                    for row in limited(measured(provider, inputs, topk, args, copy, product), args.limit):
+                        print_row(row)
+                        rows.append(row)
                 except Exception as error:  # a provider may be missing, not take the shape or run out of memory: say so and go on
-                    print(f"{provider} S {tokens} K {topk}: {type(error).__name__}: {str(error)[:200]}")
+                    print(f"{provider} S {tokens} K {topk}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 torch.cuda.empty_cache()
             torch._dynamo.reset()
-            here.sort(key=lambda r: ("forward", "backward", "backward, det.").index(r.direction))
-            print_table(f"indexer, S {tokens}, top {topk}, {HEADS} heads, Di {DIM}, bf16", here)
-            rows += here
     return rows

@@ -8,20 +8,23 @@ smallest K), left out above --eager-limit tokens; cudnn (the frontend's recomput
 not deterministic: not like for like), where installed.
 TFLOP/s counts slots of valid pairs, 6 x heads x Di each for the gradients and 2 x 64 x 512 for an own teacher; % is of the rate of a bf16
 8192^3 product in the same run. Peak memory is beyond what is held before the call, gradients included.
+
+A row is printed as soon as it is measured; --seconds, --limit and `python -m bench.run merge` as in `bench.indexer`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bench.attn import matmul_rate
-from bench.common import Captured, Row, copy_rate, median_ms, peak_mib, print_table
-from bench.indexer import DIM, HEADS, RATIO, make_inputs, visible_blocks
+from bench.common import Captured, Row, copy_rate, median_ms, peak_mib, print_head, print_row
+from bench.indexer import DIM, HEADS, RATIO, add_common_arguments, compile_kernels, left_out, limited, make_inputs, visible_blocks
 from indexer import indexer_kl_loss, lightning_indexer
 from reference.indexer_loss import indexer_kl_loss as reference_loss
 
@@ -120,47 +123,55 @@ def case_of(provider: str, x: Problem, form: str) -> Callable[[], object] | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536])
-    parser.add_argument("--topk", nargs="+", type=int, default=[512, 1024, 2048], help="those above the number of blocks are left out")
+    add_common_arguments(parser, [4096, 16384, 65536], 4096, PROVIDERS)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--eager-limit", type=int, default=4096)
+
+
+def measured(provider: str, x: Problem, form: str, args: argparse.Namespace, copy: float, product: float) -> Iterator[Row]:
+    """The rows of one provider and form: as a graph, called from Python."""
+    tokens, topk = x.indices.shape[1:]
+    visible = visible_blocks(tokens)
+    pairs = int((visible if form == "dense" else visible.clamp(max=topk)).sum())
+    flops = 6 * pairs * HEADS * DIM + (0 if form.startswith("given") else 2 * pairs * ATTENTION_HEADS * ATTENTION_DIM)
+    least = 2 * sum(t.nbytes for t in x.leaves) + sum(t.nbytes for t in x.options(form).values() if t is not None)
+    fn = case_of(provider, x, form)
+    if fn is None:
+        return
+    fn()
+    peak = peak_mib(fn)
+    for graph in (True, False) if provider == "ours" else (False,):
+        ms = median_ms(Captured(fn) if graph else fn, rep=args.rep)
+        rate = flops / ms / 1e9
+        note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
+        yield Row("kl", f"S {tokens}, K {topk}", "bf16", form, "both", provider, graph, ms, least, copy, 0, peak, note)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
+    deadline = time.monotonic() + args.seconds
     copy, product = copy_rate(), matmul_rate()
-    print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s")
+    print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s", flush=True)
+    compile_kernels("indexer.kl_loss", args.topk, ATTENTION_HEADS, ATTENTION_DIM)
+    compile_kernels("indexer.lightning", args.topk)
     rows: list[Row] = []
     for tokens in args.tokens:
-        visible = visible_blocks(tokens)
         for topk in (k for k in args.topk if k <= tokens // RATIO):
             x = make(tokens, topk)
-            here: list[Row] = []
+            print_head(f"KL loss, S {tokens}, top {topk}, {HEADS} heads, Di {DIM}, bf16")
             for form in args.forms:
                 if form == "dense" and topk != min(args.topk):
                     continue  # it has no slots
-                pairs = int((visible if form == "dense" else visible.clamp(max=topk)).sum())
-                flops = 6 * pairs * HEADS * DIM + (0 if form.startswith("given") else 2 * pairs * ATTENTION_HEADS * ATTENTION_DIM)
-                least = 2 * sum(t.nbytes for t in x.leaves) + sum(t.nbytes for t in x.options(form).values() if t is not None)
                 for provider in args.providers:
-                    if provider in ("reference", "compile") and (tokens > args.eager_limit or (provider == "compile" and topk > min(args.topk))):
+                    if left_out(provider, tokens, topk, args):
+                        continue
+                    if time.monotonic() > deadline:
+                        print(f"no time left for {provider} {form}", flush=True)
                         continue
                     try:
-                        fn = case_of(provider, x, form)
-                        if fn is None:
-                            continue
-                        fn()
-                        peak = peak_mib(fn)
-                        for graph in (False, True) if provider == "ours" else (False,):
-                            ms = median_ms(Captured(fn) if graph else fn)
-                            rate = flops / ms / 1e9
-                            note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul"
-                            case = ("kl", f"S {tokens}, K {topk}", "bf16", form, "both", provider, graph)
-                            here.append(Row(*case, ms, least, copy, 0, peak, note))
+                        for row in limited(measured(provider, x, form, args, copy, product), args.limit):
+                            print_row(row)
+                            rows.append(row)
                     except Exception as error:  # a provider may be missing, not take the shape or run out of memory: say so and go on
-                        print(f"{provider} {form} S {tokens} K {topk}: {type(error).__name__}: {str(error)[:200]}")
+                        print(f"{provider} {form} S {tokens} K {topk}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                     torch.cuda.empty_cache()
             torch._dynamo.reset()
-            print_table(f"KL loss, S {tokens}, top {topk}, {HEADS} heads, Di {DIM}, bf16", here)
-            rows += here
     return rows
