@@ -142,6 +142,7 @@ def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, var
     if peak:
         result.mfu = metrics.flops_per_token(config.model, config.seq_len) * result.tokens_per_s / peak
     if device.type == "cuda":
+        torch.cuda.synchronize()
         result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
     if args.split and config.seq_len <= args.split_longest and device.type == "cuda":
         trace.annotate_parts(model, config.compile)
@@ -157,6 +158,7 @@ def split(result: Result, step: Any, keep: Path | None) -> None:
     """Fill in parts and kernels from one step under the profiler."""
     with torch.profiler.profile(acc_events=True) as profiler, torch.profiler.record_function(f"{trace.STEP}1"):
         step()
+        torch.accelerator.synchronize()  # the step ends when the optimizer does
     with tempfile.TemporaryDirectory() as folder:
         file = keep or Path(folder) / "trace.json"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -29,21 +29,28 @@ def train_step(
     """Forward and backward of all micro batches, then one optimizer step; returns the step's metrics.
 
     micro_batches: accumulate x (input_ids [B, S], labels [B, S]) int64. Collective; all ranks return the same numbers.
+
+    But for the experts' counts the host waits for the device once, between the backward pass and the optimizer: whatever it wants to know it
+    reads there. The optimizer may still be at work when this function returns, and the next step's launches are then made behind it.
     """
     device = next(model.parameters()).device
-    valid = torch.stack([(labels != IGNORE).sum() for _, labels in micro_batches]).sum().to(device)
+    valid = torch.stack([(labels != IGNORE).sum() for _, labels in micro_batches]).sum()
+    valid = _to(valid, device)
     dist.all_reduce(valid)
-    valid_tokens = max(1, int(valid))
+    divisor = valid.clamp(min=1)
 
     losses, counts = torch.zeros(4, device=device), None
     for number, (input_ids, labels) in enumerate(micro_batches, 1):
         model.set_requires_gradient_sync(number == len(micro_batches))  # gradients of earlier micro batches add up locally
-        out = model(input_ids.to(device), labels.to(device), num_valid_tokens=valid_tokens)
+        out = model(_to(input_ids, device), _to(labels, device), num_valid_tokens=divisor)
         out.loss.backward()
         losses += torch.stack([out.loss, out.lm_loss, out.kl_loss, out.mtp_loss]).detach()
         counts = out.expert_counts if counts is None else counts + out.expert_counts
 
+    dist.all_reduce(counts)
+    load = (counts.max(1).values / counts.float().mean(1)).max()
     by_rank = _gather_rows(torch.cat([losses, torch.stack(gradient_sumsq(model.parameters()))]))
+    valid_tokens, expert_load = int(divisor), float(load)
     check_finite(by_rank, step)
     total = by_rank.sum(0).tolist()
     norm = math.sqrt(total[4] + total[5])
@@ -54,18 +61,23 @@ def train_step(
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad()
-    dist.all_reduce(counts)
     balance_routers(model, counts, config.balance)
-    load = (counts.max(1).values / counts.float().mean(1)).max()
     norms = {"grad_norm": norm, "grad_norm_dense": math.sqrt(total[4]), "grad_norm_experts": math.sqrt(total[5])}
-    return {**dict(zip(LOSSES, total)), **norms, "lr": lr, "expert_load": float(load), "valid_tokens": valid_tokens}
+    return {**dict(zip(LOSSES, total)), **norms, "lr": lr, "expert_load": expert_load, "valid_tokens": valid_tokens}
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """On `device`; a copy from ordinary memory to a GPU would wait for all that the GPU has to do before it."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _gather_rows(row: Tensor) -> Tensor:
     """[n] of each rank -> [W, n] in fp64 on the host, the same bits on every rank."""
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
-    return torch.stack(rows).double().cpu()
+    return torch.stack(rows).cpu().double()
 
 
 def check_finite(by_rank: Tensor, step: int) -> None:

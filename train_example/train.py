@@ -233,6 +233,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         starts = [first + micro * parallel.world * config.batch for micro in range(config.accumulate)]
         with torch.profiler.record_function(f"{STEP}{step}"):
             result = train_step(model, optimizer, config, [dataset.batch(start, config.batch) for start in starts], step)
+            trace.finish()
         seconds = time.perf_counter() - started
         if not row:
             set_timeouts(parallel, config.step_timeout)  # nothing compiles from now on
@@ -282,6 +283,11 @@ class Trace:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.profiler.export_chrome_trace(str(self.path))
             self.profiler = None
+
+    def finish(self) -> None:
+        """To be called at the end of a step: what the device still has to do belongs to the step that is traced."""
+        if self.profiler is not None and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
 
 def main(argv: list[str] | None = None) -> int:
