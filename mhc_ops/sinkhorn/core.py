@@ -3,7 +3,9 @@
 Tensors are [BT, P, P] with P the power of two at or above N; `on` marks the N x N part. Padding holds 0 in scale space and -inf in the
 log domain, so it adds nothing to a sum, and the guarded divisions below keep it there.
 Only sums are kept for the backward (2 * iters * P values a token), never a matrix: each matrix is rebuilt from the next one by
-multiplying by the sums ("v4"), or from the logits and the accumulated log sums ("paper"). The sums live in tensors
+multiplying by the sums ("v4"), or from the logits and the accumulated log sums ("paper"). The gradient that is carried back is that of
+the matrix's logarithm, h = m * d(m): a step m = a / s, s = sum(a) + eps along one index, takes it to h_a = h - m * sum(h), without a division
+and with little that depends on the step before. The sums live in tensors
 [H, BT, P], H the power of two at or above iters, written one slot at a time with `where`: rolled loops, no scratch memory, and
 nothing that Ascend's Triton 3.2 lacks. Where a GPU has the registers they are a tuple instead (`history`).
 """
@@ -15,16 +17,9 @@ MAX_UNROLLED = 32  # iterations
 
 
 @triton.jit
-def _columns(m, on, eps):
-    """1 / (column sum + eps); 1 for a padding column, whose sum would be 0 with eps = 0"""
-    s = tl.sum(m, 1)
-    return tl.where(tl.max(on.to(tl.int32), 1) > 0, s + eps, 1.0)
-
-
-@triton.jit
-def _rows(m, on, eps):
-    s = tl.sum(m, 2)
-    return tl.where(tl.max(on.to(tl.int32), 2) > 0, s + eps, 1.0)
+def _padded_eps(on, eps, AXIS: tl.constexpr):
+    """What is added to the sums along AXIS: eps, and 1 where a sum is of padding alone, or it would be 0 with eps = 0"""
+    return tl.where(tl.max(on.to(tl.int32), AXIS) > 0, eps, 1.0)
 
 
 @triton.jit
@@ -58,11 +53,13 @@ def sinkhorn_block(logits, on, eps, ITERS: tl.constexpr, PAPER: tl.constexpr):
             u = _log_sum(logits - v[:, None, :], on, 2)
         m = tl.where(on, tl.exp(logits - v[:, None, :] - u[:, :, None]), 0.0)
     else:
+        column_eps = _padded_eps(on, eps, 1)
+        row_eps = _padded_eps(on, eps, 2)
         m = tl.where(on, _softmax_start(logits, on, eps) + eps, 0.0)
-        m = m * (1.0 / _columns(m, on, eps))[:, None, :]
+        m = m * (1.0 / (tl.sum(m, 1) + column_eps))[:, None, :]
         for _ in range(ITERS - 1):
-            m = m * (1.0 / _rows(m, on, eps))[:, :, None]
-            m = m * (1.0 / _columns(m, on, eps))[:, None, :]
+            m = m * (1.0 / (tl.sum(m, 2) + row_eps))[:, :, None]
+            m = m * (1.0 / (tl.sum(m, 1) + column_eps))[:, None, :]
     return m
 
 
@@ -82,32 +79,37 @@ def history(iters: int, convention: str, npu: bool, alone: bool = True) -> int:
 
 
 @triton.jit
+def _from_log_gradient(h, soft, eps):
+    """dlogits of h, the gradient of the logarithm of soft + eps: d(soft) = h / (soft + eps), then through the softmax over rows"""
+    a = soft + eps
+    r = h * (soft * (1.0 / tl.where(a > 0.0, a, 1.0)))
+    return r - soft * tl.sum(r, 2)[:, :, None]
+
+
+@triton.jit
 def _bwd_unrolled(logits, dm, on, eps, ITERS: tl.constexpr):
+    column_eps = _padded_eps(on, eps, 1)
+    row_eps = _padded_eps(on, eps, 2)
     soft = _softmax_start(logits, on, eps)
     m = tl.where(on, soft + eps, 0.0)
-    over = 1.0 / _columns(m, on, eps)
-    m = m * over[:, None, :]
-    # 1 / sum in the order of the iteration; keeping the sums as well would save the divisions below and costs more, in registers
-    overs = (over,)
+    s = tl.sum(m, 1) + column_eps
+    m = m * (1.0 / s)[:, None, :]
+    sums = (s,)  # in the order of the iteration
     for _ in tl.static_range(1, ITERS):
-        over = 1.0 / _rows(m, on, eps)
-        m = m * over[:, :, None]
-        overs = overs + (over,)
-        over = 1.0 / _columns(m, on, eps)
-        m = m * over[:, None, :]
-        overs = overs + (over,)
-    # m = a / s with s = sum(a) + eps along one index: da = (dm - sum(dm * m)) / s, and a = m * s
-    g = tl.where(on, dm, 0.0)
+        s = tl.sum(m, 2) + row_eps
+        m = m * (1.0 / s)[:, :, None]
+        sums = sums + (s,)
+        s = tl.sum(m, 1) + column_eps
+        m = m * (1.0 / s)[:, None, :]
+        sums = sums + (s,)
+    h = tl.where(on, dm, 0.0) * m
     for j in tl.static_range(ITERS - 1):
-        over = overs[2 * (ITERS - 1 - j)]
-        g = (g - tl.sum(g * m, 1)[:, None, :]) * over[:, None, :]
-        m = m * (1.0 / over)[:, None, :]
-        over = overs[2 * (ITERS - 1 - j) - 1]
-        g = (g - tl.sum(g * m, 2)[:, :, None]) * over[:, :, None]
-        m = m * (1.0 / over)[:, :, None]
-    g = (g - tl.sum(g * m, 1)[:, None, :]) * overs[0][:, None, :]
-    g = tl.where(on, g, 0.0)
-    return soft * (g - tl.sum(g * soft, 2)[:, :, None])
+        h = h - m * tl.sum(h, 1)[:, None, :]
+        m = m * sums[2 * (ITERS - 1 - j)][:, None, :]
+        h = h - m * tl.sum(h, 2)[:, :, None]
+        m = m * sums[2 * (ITERS - 1 - j) - 1][:, :, None]
+    h = h - m * tl.sum(h, 1)[:, None, :]
+    return _from_log_gradient(h, soft, eps)
 
 
 @triton.jit
@@ -137,29 +139,26 @@ def _bwd_rolled(logits, dm, on, eps, ITERS: tl.constexpr, H: tl.constexpr, PAPER
             g -= m * tl.sum(g, 1)[:, None, :]
         return tl.where(on, g, 0.0)
     else:
+        column_eps = _padded_eps(on, eps, 1)
+        row_eps = _padded_eps(on, eps, 2)
         soft = _softmax_start(logits, on, eps)
         m = tl.where(on, soft + eps, 0.0)
-        c = _columns(m, on, eps)
+        c = tl.sum(m, 1) + column_eps
         m = m * (1.0 / c)[:, None, :]
         col_hist = tl.where(h == 0, c[None, :, :], col_hist)
         for i in range(1, ITERS):
-            r = _rows(m, on, eps)
+            r = tl.sum(m, 2) + row_eps
             m = m * (1.0 / r)[:, :, None]
-            c = _columns(m, on, eps)
+            c = tl.sum(m, 1) + column_eps
             m = m * (1.0 / c)[:, None, :]
             row_hist = tl.where(h == i, r[None, :, :], row_hist)
             col_hist = tl.where(h == i, c[None, :, :], col_hist)
-        # m = a / s with s = sum(a) + eps along one index: da = (dm - sum(dm * m)) / s, and a = m * s
-        g = dm
+        g = dm * m
         for j in range(ITERS - 1):
             i = ITERS - 1 - j
-            c = tl.sum(tl.where(h == i, col_hist, 0.0), 0)
-            g = (g - tl.sum(g * m, 1)[:, None, :]) * (1.0 / c)[:, None, :]
-            m = m * c[:, None, :]
-            r = tl.sum(tl.where(h == i, row_hist, 0.0), 0)
-            g = (g - tl.sum(g * m, 2)[:, :, None]) * (1.0 / r)[:, :, None]
-            m = m * r[:, :, None]
-        c = tl.sum(tl.where(h == 0, col_hist, 0.0), 0)
-        g = (g - tl.sum(g * m, 1)[:, None, :]) * (1.0 / c)[:, None, :]
-        g = tl.where(on, g, 0.0)
-        return soft * (g - tl.sum(g * soft, 2)[:, :, None])
+            g = g - m * tl.sum(g, 1)[:, None, :]
+            m = m * tl.sum(tl.where(h == i, col_hist, 0.0), 0)[:, None, :]
+            g = g - m * tl.sum(g, 2)[:, :, None]
+            m = m * tl.sum(tl.where(h == i, row_hist, 0.0), 0)[:, :, None]
+        g = g - m * tl.sum(g, 1)[:, None, :]
+        return _from_log_gradient(g, soft, eps)
