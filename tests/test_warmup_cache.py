@@ -88,6 +88,38 @@ entry = cache.entry_folder(folder, key)
     holder.wait()
 
 
+def test_killed_while_its_assembler_runs(folder, tmp_path):
+    """A real compilation, killed (by the memory limit, say) inside ptxas, which lives on: it holds no lock, and leaves nothing behind."""
+    import triton
+
+    started, assembler = tmp_path / "started", tmp_path / "ptxas"
+    real = triton.knobs.nvidia.ptxas.path
+    assembler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {real} --version\necho $$ > {started}\nexec sleep 600\n')
+    assembler.chmod(0o755)
+    code = f"""
+from kernel_runtime.warmup import compile_ahead
+from tests.warmup_tools import small_plan
+compile_ahead(small_plan(), "sm_90", {str(folder)!r})
+"""
+    compiler = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TRITON_PTXAS_PATH": str(assembler)})
+    try:
+        deadline = time.monotonic() + 120.0
+        while not (started.exists() and started.read_text()) and compiler.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        orphan = int(started.read_text())
+    finally:
+        compiler.kill()
+        compiler.wait()
+    begun = time.monotonic()
+    try:
+        report = compile_ahead(small_plan(), "sm_90", folder, lock_timeout=120.0)
+        os.kill(orphan, 0)  # it was there all the time
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+    assert time.monotonic() - begun < 60.0
+    assert [row.state for row in report.rows] == ["compiled"] * 4 and not report.messages, report.table()
+
+
 def test_hung_compiler(folder):
     """Alive but stuck: after the timeout the kernel is compiled without the lock, and the message names the holder."""
     holder = hold(folder, "")
