@@ -85,9 +85,9 @@ def _negated(arguments: Sequence[Any]) -> bool:
 class EagerCall:
     """What `eager_call` returns."""
 
-    def __init__(self, op: Callable[..., Any], replayed: int) -> None:
+    def __init__(self, op: Any, replay: bool) -> None:
         self.op, self.launchers = op, _LAUNCHERS[op]
-        self.replays = Replays(replayed) if replayed else None
+        self.replays = Replays(sum("Tensor" in str(a.type) for a in op._schema.arguments)) if replay else None
 
     def __call__(self, *arguments: Any) -> Any:
         """The op's result for its arguments, which the Replay that `known` gave may follow"""
@@ -113,15 +113,15 @@ class EagerCall:
         return None if found is None else found[0]
 
 
-def eager_call(op: Callable[..., Any], replayed: int = 0) -> EagerCall:
+def eager_call(op: Callable[..., Any], replay: bool = False) -> EagerCall:
     """`op`, which `OpLibrary.register` returned, for calls from the autograd.Function around it.
 
     In plain eager code on the current device the dispatcher would only look for the launcher, and the op for the device, so the launcher
     is called at once: 10 to 20 us less. Everywhere else, and for impl="eager", this is the op. An output that does not exist is None or an
-    empty tensor. replayed: the op's first so many arguments are tensors or None, and what its launcher does depends on their metadata and
-    the other arguments alone, so that calls that come again are replayed (kernel_runtime/replay.py).
+    empty tensor. replay: the op's tensors come first, and what its launcher does depends on their metadata and the other arguments alone,
+    so that calls that come again are replayed (kernel_runtime/replay.py).
     """
-    return EagerCall(op, replayed)
+    return EagerCall(op, replay)
 
 
 class OpLibrary:

@@ -1,6 +1,6 @@
 """Calls of a launcher that come again: its launches are started over with new addresses, and nothing else of it is run.
 
-A launcher that is registered for this (`eager_call(op, replay=True)`) is a function of the types, shapes, strides, dtypes and devices of
+A launcher that is meant for this (`eager_call(op, replay=True)`) is a function of the types, shapes, strides, dtypes and devices of
 its tensors and of its options: from these alone it works out what it allocates and what it launches. So the second call with the same of
 everything is watched, and from the third on what it did is repeated: the allocations in C, the launches as compiled kernels with
 addresses in place. Of 50 us of host time a boundary of mHC keeps about half, which decides at small shapes.

@@ -106,3 +106,23 @@ def test_a_graph_of_replays(counted):
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_what_has_been_replayed_is_still_checked(counted):
+    inputs = list(make_inputs("hc_post_pre", MhcShape(1, 33, 4, 64), device="cuda").values())
+    for _ in range(4):
+        mhc_ops.hc_post_pre(*inputs, iters=1)
+    assert counted == [True] * 2
+    for wrong, error in (
+        ({"iters": 1.0}, TypeError), ({"iters": True}, TypeError), ({"hc_eps": -1.0}, ValueError), ({"norm_eps": []}, TypeError),
+        ({"convention": "v3"}, ValueError), ({"return_pre": 1}, TypeError), ({"impl": "other"}, ValueError),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"hc_post_pre: {next(iter(wrong))}"):
+            mhc_ops.hc_post_pre(*inputs, **{"iters": 1, **wrong})
+    f, x, *rest = inputs
+    with pytest.raises(TypeError, match="f has dtype"):
+        mhc_ops.hc_post_pre(f.float(), x, *rest, iters=1)
+    with pytest.raises(TypeError, match="must be a torch.Tensor"):
+        mhc_ops.hc_post_pre([1], x, *rest, iters=1)
+    assert len(mhc_ops.hc_post_pre(*inputs, iters=1, return_pre=True)) == 5 and len(counted) == 3
+    assert mhc_ops.hc_post_pre(*inputs, iters=1, impl="eager")[0].shape == x.shape and len(counted) == 3

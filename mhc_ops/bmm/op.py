@@ -51,12 +51,12 @@ RES_BACKWARD = OPS.register(
     eager=_vjp(reference.res_bmm),
     triton="mhc_ops.bmm.bwd:res_bmm_bwd",
 )
-run_pre_forward = eager_call(PRE_FORWARD)
-run_pre_backward = eager_call(PRE_BACKWARD)
-run_post_forward = eager_call(POST_FORWARD)
-run_post_backward = eager_call(POST_BACKWARD)
-run_res_forward = eager_call(RES_FORWARD)
-run_res_backward = eager_call(RES_BACKWARD)
+run_pre_forward = eager_call(PRE_FORWARD, replay=True)
+run_pre_backward = eager_call(PRE_BACKWARD, replay=True)
+run_post_forward = eager_call(POST_FORWARD, replay=True)
+run_post_backward = eager_call(POST_BACKWARD, replay=True)
+run_res_forward = eager_call(RES_FORWARD, replay=True)
+run_res_backward = eager_call(RES_BACKWARD, replay=True)
 register_specs("mhc_ops.bmm", "mhc_ops.bmm.bwd:specs")
 
 

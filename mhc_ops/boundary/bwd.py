@@ -1,4 +1,4 @@
-"""hc_post_pre backward: three launches.
+"""hc_post_pre backward: three launches. On sm_90 those of mhc_ops/hopper, where they cover the call (`hopper.takes`), elsewhere:
 
 1. gates and dpre (pre/bwd.py);
 2. the gradient of the streams between the sublayers, all its parts added up (project/bwd.py), with the first stage of d(fn), d(gate);
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
+from mhc_ops import hopper
 from mhc_ops.boundary.fwd import forward_specs
 from mhc_ops.library import mix_columns
 from mhc_ops.post.bwd import expand_bwd_program, post_bwd, post_bwd_spec, tile
@@ -62,6 +63,13 @@ def post_pre_bwd(
         return torch.empty_like(f), dx, torch.empty_like(post), torch.empty_like(comb), dfn, dscale, dbase, dpre_mix
     dstreams = None if dstreams is None else dstreams.contiguous()
     dy, dpre, dpost_out, dcomb_out = site_gradients(dy, dpre, dpost_out, dcomb_out, x, mixes)
+    if dstreams is not None and hopper.takes(x, dstreams, dy, f, post, comb, *(() if pre_mix is None else (pre_mix,))):
+        from mhc_ops.hopper.bwd import boundary_bwd
+
+        return boundary_bwd(
+            dstreams, dy, dpre, dpost_out, dcomb_out, f, x, post, comb, streams, fn, scale, base, pre_mix, mixes, rstd, iters, hc_eps,
+            convention,
+        )  # fmt: skip
     plan = site_plan(
         x.device, x.dtype, n, d, m, tokens, iters, convention, dpre is not None, pre_mix is not None, dstreams is not None, True
     )  # fmt: skip
@@ -90,3 +98,7 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     yield reduce_expand_bwd_spec(dtype, n, d)
     yield post_bwd_spec(dtype, n, d, True)
     yield reduce_spec(mix_columns(n), n * d, 3)
+    if hopper.has_gluon() and hopper.covers(dtype, n, d):
+        from mhc_ops.hopper.bwd import specs as hopper_specs
+
+        yield from hopper_specs(d)

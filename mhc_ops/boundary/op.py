@@ -42,8 +42,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.boundary.bwd:post_pre_bwd",
 )
-run_forward = eager_call(FORWARD, replayed=8)
-run_backward = eager_call(BACKWARD, replayed=16)
+run_forward = eager_call(FORWARD, replay=True)
+run_backward = eager_call(BACKWARD, replay=True)
 register_specs("mhc_ops.boundary", "mhc_ops.boundary.bwd:specs")
 
 

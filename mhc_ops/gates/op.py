@@ -39,8 +39,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.gates.bwd:gates_bwd",
 )
-run_forward = eager_call(FORWARD)
-run_backward = eager_call(BACKWARD)
+run_forward = eager_call(FORWARD, replay=True)
+run_backward = eager_call(BACKWARD, replay=True)
 register_specs("mhc_ops.gates", "mhc_ops.gates.bwd:specs")
 
 

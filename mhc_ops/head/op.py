@@ -36,8 +36,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.head.bwd:head_bwd",
 )
-run_forward = eager_call(FORWARD)
-run_backward = eager_call(BACKWARD)
+run_forward = eager_call(FORWARD, replay=True)
+run_backward = eager_call(BACKWARD, replay=True)
 register_specs("mhc_ops.head", "mhc_ops.head.bwd:specs")
 
 

@@ -52,8 +52,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.pre.bwd:pre_bwd",
 )
-run_forward = eager_call(FORWARD, replayed=5)
-run_backward = eager_call(BACKWARD, replayed=11)
+run_forward = eager_call(FORWARD, replay=True)
+run_backward = eager_call(BACKWARD, replay=True)
 register_specs("mhc_ops.pre", "mhc_ops.pre.bwd:specs")
 
 

@@ -34,8 +34,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.project.bwd:project_bwd",
 )
-run_forward = eager_call(FORWARD)
-run_backward = eager_call(BACKWARD)
+run_forward = eager_call(FORWARD, replay=True)
+run_backward = eager_call(BACKWARD, replay=True)
 register_specs("mhc_ops.project", "mhc_ops.project.bwd:specs")
 
 

@@ -31,8 +31,8 @@ BACKWARD = OPS.register(
     eager=_backward,
     triton="mhc_ops.sinkhorn.bwd:sinkhorn_bwd",
 )
-run_forward = eager_call(FORWARD)
-run_backward = eager_call(BACKWARD)
+run_forward = eager_call(FORWARD, replay=True)
+run_backward = eager_call(BACKWARD, replay=True)
 register_specs("mhc_ops.sinkhorn", "mhc_ops.sinkhorn.bwd:specs")
 
 
