@@ -122,7 +122,7 @@ def test_what_has_been_replayed_is_still_checked(counted):
     f, x, *rest = inputs
     with pytest.raises(TypeError, match="f has dtype"):
         mhc_ops.hc_post_pre(f.float(), x, *rest, iters=1)
-    with pytest.raises(TypeError, match="must be a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"must be a torch\.Tensor"):
         mhc_ops.hc_post_pre([1], x, *rest, iters=1)
     assert len(mhc_ops.hc_post_pre(*inputs, iters=1, return_pre=True)) == 5 and len(counted) == 3
     assert mhc_ops.hc_post_pre(*inputs, iters=1, impl="eager")[0].shape == x.shape and len(counted) == 3
