@@ -143,8 +143,9 @@ def test_fixed_weights_refuse_what_cannot_work(run, tmp_path, capsys):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_are_as_near_to_fp32_as_eager(tmp_path):
     """Every part's gradient, and the loss, of the whole model in bf16."""
-    out, model = tmp_path / "run", dataclasses.asdict(PRESETS["tiny"])
-    steps = {"steps": 30, "save_every": 30, "lr": 1e-3, "seq_len": 128, "batch": 16}
+    # the sizes of test_trainer_gpu.py, whose kernels are compiled then
+    out, model = tmp_path / "run", dataclasses.asdict(PRESETS["tiny"]) | {"num_layers": 3, "compress_ratios": (0, 4, 16), "hc_iters": 4}
+    steps = {"steps": 30, "save_every": 30, "lr": 1e-3, "seq_len": 64, "batch": 16}
     try:
         train(run_config(out=str(out), device="cuda", dtype="bf16", deterministic=True, impl="triton", model=model, **steps))
     finally:
@@ -159,7 +160,8 @@ def test_kernels_are_as_near_to_fp32_as_eager(tmp_path):
         (ours, _), (theirs, _) = (
             compare_fixed.gradient_bias(exact, [p.gradients[title] - x for p, x in zip(passes, exact)]) for passes in (triton, eager)
         )
-        assert ours <= 1.3 * theirs, title
+        # 1.15 at most in two runs on an H200; another precision in one op would be a factor
+        assert ours <= 1.5 * theirs, title
 
 
 # ---- --nudge ------------------------------------------------------------------------------------------------------------------
