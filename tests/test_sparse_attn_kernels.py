@@ -23,6 +23,16 @@ BUDGET = {torch.float32: 8.0, torch.float16: 4.0, torch.bfloat16: 4.0}
 FLOOR = {torch.float32: 2e-7, torch.float16: 2.5e-4, torch.bfloat16: 2e-3}
 
 
+def cotangent_of(out):
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16).to(out.device)
+
+
+def sinks_condition(sinks, out, lse, dsinks):
+    """How much larger the terms of the sinks' gradient are than their sum, as norms over the heads: roundings grow by that much."""
+    terms = (out * cotangent_of(out).double()).abs().sum(-1) * torch.exp(sinks.double() - lse)
+    return float(terms.nan_to_num(0.0).flatten(0, -2).sum(0).norm() / dsinks.norm())
+
+
 def run(fn, inputs, dtype, **more):
     """All results and gradients by name; cotangents are the same numbers in every dtype."""
     inputs = {name: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() and name != "sinks" else x for name, x in inputs.items()}
@@ -33,7 +43,7 @@ def run(fn, inputs, dtype, **more):
         inputs[name] = inputs[name].detach().requires_grad_()
     results = fn(**inputs, return_lse=True, return_cmp_probs="cmp_indices" in inputs, **more)
     out = results[0]
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16).to(out.device, dtype)
+    cotangent = cotangent_of(out).to(dtype)
     grads = torch.autograd.grad(out, [inputs[name] for name in names], cotangent)
     return dict(zip((*RESULTS[: len(results)], *(f"d{name}" for name in names)), (*(x.detach() for x in results), *grads)))
 
@@ -58,6 +68,9 @@ def check(case, device, dtype, seed=1, change=None, impl="portable", **more):
         limit = BUDGET[dtype] * max(relative_error(_finite(same[name]), _finite(w)), FLOOR[dtype])
         if name == "dsinks" and case.N == 1 and dtype != torch.float32:
             limit *= 2  # a single sum of terms that cancel, each from a delta of the rounded output: 4.3 roundings off in a model in fp64
+        if name == "dsinks" and dtype == torch.float32 and w.norm() > 0:
+            # D = 272: terms 77 times their sum, so that one rounding of each may make 4.6e-6; measured 1.7e-6 on a GPU
+            limit = max(limit, 2.0**-24 * sinks_condition(inputs["sinks"], want["out"], want["lse"], w))
         assert error <= limit, f"{name}: {error:.1e}, allowed {limit:.1e}"
     return got
 

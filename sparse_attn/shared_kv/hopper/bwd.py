@@ -8,13 +8,13 @@ from math import prod
 
 import torch
 import triton
-import triton.language as tl
 
 from kernel_runtime.device import device_properties
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from sparse_attn.shared_kv.fwd import ALL, NONE, SELECTED, mode_of
 from sparse_attn.shared_kv.hopper import DTYPES, HEAD_DIMS
+from sparse_attn.shared_kv.hopper.bwd_cast import cast_spec, cast_sums
 from sparse_attn.shared_kv.hopper.bwd_kernel import hopper_bwd_kernel
 from sparse_attn.shared_kv.hopper.core import HEADS, used_of, used_spec
 from sparse_attn.shared_kv.hopper.dense import dense_supports
@@ -36,31 +36,7 @@ from sparse_attn.shared_kv.places import places_of
 from sparse_attn.shared_kv.places import specs as places_specs
 from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
 
-BN = 32  # keys of a tile
 CHUNK_BYTES = 3 << 29  # partial rows of a chunk of queries
-
-
-@triton.jit(do_not_specialize=["heads"])
-def delta_kernel(out, dout, delta, heads, D: tl.constexpr, BM: tl.constexpr):
-    """delta = sum over D of dO * out. A kernel of its own, at the copy rate: inside the fused kernel the same sums cost as much, and more
-    where partial rows are written."""
-    h = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    offset = h[:, None] * D + tl.arange(0, D)[None, :]
-    on = (h < heads)[:, None]
-    product = tl.load(out + offset, mask=on, other=0.0).to(tl.float32) * tl.load(dout + offset, mask=on, other=0.0).to(tl.float32)
-    tl.store(delta + h, tl.sum(product, 1), mask=h < heads)
-
-
-@cache
-def delta_spec(dtype: torch.dtype, D: int) -> Spec:
-    x = f"*{TRITON_DTYPE[dtype]}"
-    types = {"out": x, "dout": x, "delta": "*fp32", "heads": "i32"}
-    return Spec(delta_kernel, types=types, consts={"D": D, "BM": 16}, targets=("cuda",))
-
-
-def loops(mode: int, partial: bool) -> bool:
-    """Whether a program works through many tasks, or every task gets its own: measured, see NOTES_hopper.md."""
-    return not partial and mode != ALL
 
 
 @cache
@@ -70,17 +46,17 @@ def backward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, partial: 
     return Spec(
         hopper_bwd_kernel,
         types={
-            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "do": x, "lse": "*fp32",
+            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "used": "*i32", "do": x, "out": x, "lse": "*fp32",
             "delta": "*fp32", "dq": x, "dori": target, "dcmp": target,
             **dict.fromkeys(("row0", "count", "tasks", "K", "ori_slots", "cmp_slots", "zero"), "i32"), "scale": "fp32",
         },
-        consts={"N": N, "D": D, "COMPRESSED": compressed, "BN": BN, "PARTIAL": partial, "LOOP": loops(compressed, partial)},
+        consts={"N": N, "D": D, "COMPRESSED": compressed, "PARTIAL": partial},
         targets=("cuda",),
     )  # fmt: skip
 
 
-def programs(mode: int, partial: bool, tasks: int, device: torch.device) -> int:
-    return min(tasks, device_properties(device).cube_cores) if loops(mode, partial) else tasks
+def programs(tasks: int, device: torch.device) -> int:
+    return min(tasks, device_properties(device).cube_cores)
 
 
 def chunk_of(rows: int, row_bytes: int, wave: int) -> int:
@@ -102,9 +78,9 @@ def attention_bwd(
     dtype, mode = q.dtype, mode_of(cmp_kv, cmp_indices)
     q, dout, out, lse, ori_kv = (x.contiguous() for x in (q, dout, out, lse, ori_kv))
     rows = lse.numel() // N
-    dq = torch.empty_like(q)
-    dsinks = q.new_empty(0) if sinks is None else torch.zeros_like(sinks)
     cmp_shape = (0,) if cmp_kv is None else cmp_kv.shape
+    dq, dori_kv, dcmp_kv = torch.empty_like(q), torch.empty_like(ori_kv), torch.empty(cmp_shape, dtype=dtype, device=q.device)
+    dsinks = q.new_empty(0) if sinks is None else torch.zeros_like(sinks)
     sums = torch.zeros(ori_kv.numel() + prod(cmp_shape), dtype=torch.float32, device=q.device)
     dori, dcmp = sums[: ori_kv.numel()].view(ori_kv.shape), sums[ori_kv.numel() :].view(cmp_shape)
     if rows:
@@ -113,21 +89,21 @@ def attention_bwd(
         indices = places if cmp_indices is None else cmp_indices.contiguous()
         used = used_of(indices, places) if mode == SELECTED else places
         delta = torch.empty_like(lse)
-        delta_spec(dtype, D).launch((triton.cdiv(rows * N, 16),), out, dout, delta, rows * N)
         spec = backward_spec(dtype, N, D, mode, deterministic)
         groups = triton.cdiv(N, HEADS)
         K = cmp_indices.shape[-1] if cmp_indices is not None else 0
-        inputs = (q, ori_kv, cmp, indices, places, used, dout, lse, delta, dq)
+        inputs = (q, ori_kv, cmp, indices, places, used, dout, out, lse, delta, dq)
         if not deterministic:
             tasks = rows * groups
-            spec.launch((programs(mode, False, tasks, q.device),), *inputs, dori, dcmp if mode != NONE else dori, 0, rows, tasks, K, 0, 0, 0, scale)
+            spec.launch((programs(tasks, q.device),), *inputs, dori, dcmp if mode != NONE else dori, 0, rows, tasks, K, 0, 0, 0, scale)
         else:
             ori_slots = ori_kv.shape[-2] if window is None else min(window, ori_kv.shape[-2])
             cmp_slots = K if mode == SELECTED else cmp.shape[-2] if mode == ALL else 0
             _partial_sums(spec, inputs, dori.view(-1, D), dcmp.view(-1, D), rows, groups, K, ori_slots, cmp_slots, mode, scale)
         if sinks is not None:
             dsinks = sink_gradient(sinks, lse, delta)
-    return dq, dori.to(dtype), q.new_empty(0) if cmp_kv is None else dcmp.to(dtype), dsinks
+    cast_sums(sums, dori_kv, dcmp_kv, 16 // (dtype if deterministic else torch.float32).itemsize)
+    return dq, dori_kv, dcmp_kv, dsinks
 
 
 def _partial_sums(
@@ -151,7 +127,7 @@ def _partial_sums(
         if mode == SELECTED and row0 % listed == 0:
             starts, order = owner_lists(indices, places, row0, min(listed, rows - row0), chunk, K, dcmp.shape[0])
         tasks = count * groups
-        spec.launch((programs(mode, True, tasks, device),), *inputs, part_ori, part_cmp, row0, count, tasks, K, ori_slots, cmp_slots, 0, scale)
+        spec.launch((programs(tasks, device),), *inputs, part_ori, part_cmp, row0, count, tasks, K, ori_slots, cmp_slots, 0, scale)
         range_sum(part_ori, places, ori_bounds, dori, row0, 0)
         if mode == ALL:
             range_sum(part_cmp, places, cmp_bounds, dcmp, row0, 2)
@@ -170,7 +146,8 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     yield from places_specs()
     yield used_spec()
     yield probs_spec(dtype, N, D)
-    yield delta_spec(dtype, D)
+    for group in (4, 8):
+        yield cast_spec(dtype, D, group)
     yield sink_gradient_spec(N)
     dense = dense_supports(D, shape.window, 0)
     if dense:
