@@ -101,7 +101,7 @@ def check_clipping(rank: int) -> dict[str, Any]:
     model, _ = sharded(config)
     optimizer = make_optimizer(model, config)
     kept: dict[str, torch.Tensor] = {}
-    optimizer.register_step_pre_hook(lambda *_: kept.update(gradients(model)))
+    optimizer.register_step_post_hook(lambda *_: kept.update(gradients(model)))  # the optimizer divides them
     result = train_step(model, optimizer, config, [whole_batch()[rank]], step=1)
     plain = plain_model(config)
     for ids, labels in whole_batch():

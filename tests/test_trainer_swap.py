@@ -13,6 +13,8 @@ import torch.distributed as dist
 from tests.dist_util import run_distributed
 from tests.trainer_util import gathered, parameters, run_config, sharded, tokens
 from train_example import checkpoint, train
+from train_example.adamw import ShardedAdamW
+from train_example.checkpoint import init_optimizer_state
 from train_example.optim import make_optimizer
 from train_example.step import train_step
 from train_example.swap_optimizer import ALIGN, SwapAdamW, pinned_zeros
@@ -66,6 +68,31 @@ def test_same_bits(fused, bucket):
     assert swap.resident_bytes()["device"] <= 3 * bucket
     if bucket == 8 * ALIGN:
         assert len(swap.buckets) == padded // ALIGN + 1, "one for the empty group; parameters are cut where a slot ends"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("fused", [True, None])
+def test_clipping_in_the_same_pass(device, fused):
+    """Both optimizers against torch's on gradients that were divided before: the same bits, and the divided gradients are left behind."""
+    plain = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in SHAPES]
+    sharded, swapped = ([torch.nn.Parameter(param.detach().clone()) for param in plain] for _ in range(2))
+    reference = torch.optim.AdamW(groups(plain)[:2], fused=fused, **OPTIONS)
+    ours = ShardedAdamW(groups(sharded), fused=fused, **OPTIONS), SwapAdamW(groups(swapped), fused=fused, bucket_bytes=8 * ALIGN, **OPTIONS)
+    init_optimizer_state(ours[0])
+    for divisor in (None, 3.7, 1.25):
+        for a, b, c in zip(plain, sharded, swapped):
+            grad = torch.randn_like(a)
+            b.grad, c.grad = grad.clone(), grad.clone()
+            a.grad = grad if divisor is None else grad / torch.full((), divisor, device=device)
+        reference.step()
+        for optimizer in ours:
+            optimizer.step(divisor=divisor)
+    for a, b, c in zip(plain, sharded, swapped):
+        assert torch.equal(a, b) and torch.equal(a, c), a.shape
+        assert torch.equal(a.grad, b.grad) and torch.equal(a.grad, c.grad)
+    for optimizer in ours:
+        with pytest.raises(ValueError, match="no closure"):
+            optimizer.step(lambda: 0)
 
 
 def test_pinned_memory_is_whole_pages_of_its_own(monkeypatch):
@@ -159,8 +186,6 @@ def test_refusals():
         SwapAdamW([param, torch.nn.Parameter(torch.empty(2, device="meta"))], **OPTIONS)
     with pytest.raises(NotImplementedError, match="in place"):
         SwapAdamW([param], **OPTIONS).load_state_dict({})
-    with pytest.raises(ValueError, match="no closure"):
-        SwapAdamW([param], **OPTIONS).step(lambda: 0)
 
 
 def _two(rank: int, world: int, folder: str) -> dict[str, Any]:

@@ -3,17 +3,17 @@
 import math
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from train_example.adamw import ShardedAdamW
 from train_example.checkpoint import init_optimizer_state
 from train_example.model import fp32_islands
 from train_example.run_config import RunConfig
 from train_example.swap_optimizer import SwapAdamW
 
 
-def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW | SwapAdamW:
+def make_optimizer(model: nn.Module, config: RunConfig) -> ShardedAdamW | SwapAdamW:
     """AdamW over the local shards; weight decay on matrices outside the fp32 islands (norms, sinks, routers and mHC have none).
 
     Dense and expert parameters live on different meshes and are in groups of their own: the fused update takes one mesh at a time.
@@ -29,7 +29,7 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW | S
     options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.adam_eps, "fused": fused or None}
     if config.swap_optimizer:
         return SwapAdamW(with_decay, **options)
-    optimizer = torch.optim.AdamW(with_decay, **options)
+    optimizer = ShardedAdamW(with_decay, **options)
     init_optimizer_state(optimizer)
     return optimizer
 

@@ -351,10 +351,3 @@ def gradient_sumsq(params: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
     zero = torch.zeros((), device=next((s.device for group in shards for s in group), None))
     # one pass over the gradients, and no copy of them; an empty shard (a parameter smaller than the mesh) adds 0
     return tuple(torch.nn.utils.get_total_norm(group).square() if group else zero for group in shards)
-
-
-@torch.no_grad()
-def scale_gradients(params: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every local gradient shard by `factor`, whatever its mesh."""
-    grads = [param.grad for param in params if param.grad is not None]
-    torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], factor)

@@ -15,16 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from train_example.adamw import ShardedAdamW
 from train_example.data import END_OF_FILE, IGNORE
 from train_example.optim import learning_rate
-from train_example.parallel import gradient_sumsq, moe_modules, scale_gradients
+from train_example.parallel import gradient_sumsq, moe_modules
 from train_example.run_config import RunConfig
+from train_example.swap_optimizer import SwapAdamW
 
 LOSSES = ("loss", "lm_loss", "kl_loss", "mtp_loss")
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig, micro_batches: list[tuple[Tensor, Tensor]], step: int
+    model: nn.Module, optimizer: ShardedAdamW | SwapAdamW, config: RunConfig, micro_batches: list[tuple[Tensor, Tensor]], step: int
 ) -> dict[str, Any]:
     """Forward and backward of all micro batches, then one optimizer step; returns the step's metrics.
 
@@ -54,12 +56,10 @@ def train_step(
     check_finite(by_rank, step)
     total = by_rank.sum(0).tolist()
     norm = math.sqrt(total[4] + total[5])
-    if config.clip != -1 and norm > config.clip:
-        scale_gradients(model.parameters(), config.clip / norm)
     lr = learning_rate(config, step)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
+    optimizer.step(divisor=norm / config.clip if config.clip != -1 and norm > config.clip else None)
     optimizer.zero_grad()
     balance_routers(model, counts, config.balance)
     norms = {"grad_norm": norm, "grad_norm_dense": math.sqrt(total[4]), "grad_norm_experts": math.sqrt(total[5])}

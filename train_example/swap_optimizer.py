@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
+
+from train_example.adamw import local, scalar, update
 
 ALIGN = 1024  # elements at which a parameter may be cut, and at which each begins: whole vectors of every kernel
 BUCKET_BYTES = 16 * 2**20  # on an H200 as fast as 64 and 256 MiB (bench.swap)
@@ -47,10 +48,6 @@ class _Bucket:
     start: int
     end: int
     pieces: list[_Piece]
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def pinned_zeros(rows: int, count: int, device: torch.device) -> Tensor:
@@ -143,11 +140,12 @@ class SwapAdamW(torch.optim.Optimizer):
         return buckets
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: it would need the gradients to be made anew
-        """One AdamW step on every parameter that has a gradient."""
+    def step(self, closure: None = None, divisor: float | None = None) -> None:  # type: ignore[override]  # no closure: gradients are there
+        """One AdamW step on every parameter that has a gradient. divisor: what all gradients are divided by first."""
         if closure is not None:
             raise ValueError("SwapAdamW.step takes no closure")
         active = [bucket for bucket in self.buckets if any(piece.param.grad is not None for piece in bucket.pieces)]
+        scale = scalar(divisor, self.device)
         cut = [piece for bucket in active for piece in bucket.pieces if piece.first]
         for piece in cut:
             piece.step.copy_(self.state[piece.param]["step"])
@@ -162,7 +160,7 @@ class SwapAdamW(torch.optim.Optimizer):
             if i >= 0:
                 current, updated = self.module.current_stream(), self.module.Event()
                 current.wait_event(loaded[i])
-                self._update(active[i], self.slots[i % len(self.slots)])
+                self._update(active[i], self.slots[i % len(self.slots)], scale)
                 updated.record(current)
                 free[i % len(self.slots)] = self._store(active[i], self.slots[i % len(self.slots)], updated)
 
@@ -185,24 +183,16 @@ class SwapAdamW(torch.optim.Optimizer):
             event.record(self.stores)
         return event
 
-    def _update(self, bucket: _Bucket, slot: Tensor) -> None:
-        group, pieces = bucket.group, [piece for piece in bucket.pieces if piece.param.grad is not None]
-        beta1, beta2 = group["betas"]
-        adamw(
+    def _update(self, bucket: _Bucket, slot: Tensor, divisor: Tensor | None) -> None:
+        pieces = [piece for piece in bucket.pieces if piece.param.grad is not None]
+        update(
+            bucket.group,
             [local(piece.param).view(-1)[piece.first : piece.first + piece.count] for piece in pieces],
             [local(piece.param.grad).view(-1)[piece.first : piece.first + piece.count] for piece in pieces],
             [slot[0, piece.offset : piece.offset + piece.count] for piece in pieces],
             [slot[1, piece.offset : piece.offset + piece.count] for piece in pieces],
-            [],
             [piece.step for piece in pieces],
-            fused=group["fused"],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+            divisor,
         )
 
     def synchronize(self) -> None:
