@@ -1,12 +1,13 @@
-"""Keys and streams of the Gluon kernel for short contiguous ranges (dense_fwd.py): steps of queries, their keys in shared memory, producers.
+"""Keys and streams of the Gluon kernel for short contiguous ranges (dense_fwd.py): steps of queries, what stays in shared memory, producers.
 
 Rows are (query, head) pairs, q taken as [rows * heads, D]: a tile is 64 of them, whatever the number of heads. A step is a run of at most
 STEP queries whose windows together fit into RING keys; it goes through its tiles with those keys in shared memory. Key k lies in slot
 k % RING and two steps fit, so a step's new keys are loaded while the one before it is still going on. Entries, at most ENTRIES_MAX for any
-query, are streamed.
+query, stay in shared memory too; when a step sees other ones than the step before, they are loaded once that one is over.
 
-q and the entries are streamed in chunks of CHUNK channels through a ring of four slots [64, CHUNK] a consumer, filled by a producer of its
-own with cp.async. Fills have a fixed order within four chunks, so slot and phase of each are known at compile time.
+Tiles go to the two consumers in turn. q of a tile comes in chunks of CHUNK channels through one ring of slots that both consumers share, so
+that whoever computes S has all of it and a whole tile (half a tile beside entries) is under way while the other one is at its softmax and
+output. It also keeps the consumers a phase apart: the second one's first chunk takes the slot of the first one's.
 
 A key of a step that some of its queries do not see meets a weight of 0 there: a NaN in it reaches those queries. Keys that no query of the
 step sees are not read.
@@ -21,12 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from sparse_attn.shared_kv.hopper.core import copy_layout_for, new_barrier
 
 STEP = gl.constexpr(8)  # queries of a step; two steps fit into the ring: WINDOW_MAX - 1 + 2 * STEP <= RING
-ALIGN = gl.constexpr(16)  # programs begin at multiples of this
+UNIT = gl.constexpr(8)  # programs begin at multiples of this, so that steps of one sequence fill whole blocks of 8 slots
 RING_A = gl.constexpr(128)  # the ring's slots in two tiles: sizes of tensors are powers of two
 RING_B = gl.constexpr(16)
 RING = gl.constexpr(144)
 CHUNK = gl.constexpr(64)
 WINDOW_MAX, ENTRIES_MAX = 128, 32
+FACTS = gl.constexpr(4)  # int32 numbers of a step: its end, its first key, its first entry
 
 
 def dense_supports(D: int, window: int | None, entries: int) -> bool:
@@ -37,9 +39,9 @@ def dense_supports(D: int, window: int | None, entries: int) -> bool:
 @gluon.jit
 def queries_of_program(rows):
     """First and end of the queries of a program: contiguous, so that keys stay."""
-    blocks = gl.cdiv(rows, ALIGN).to(gl.int64)
-    first = (gl.program_id(0) * blocks // gl.num_programs(0)).to(gl.int32) * ALIGN
-    end = ((gl.program_id(0) + 1) * blocks // gl.num_programs(0)).to(gl.int32) * ALIGN
+    units = gl.cdiv(rows, UNIT).to(gl.int64)
+    first = (gl.program_id(0) * units // gl.num_programs(0)).to(gl.int32) * UNIT
+    end = ((gl.program_id(0) + 1) * units // gl.num_programs(0)).to(gl.int32) * UNIT
     return gl.minimum(first, rows), gl.minimum(end, rows)
 
 
@@ -85,72 +87,83 @@ def new_ring(dtype: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def new_stream(dtype: gl.constexpr, threads: gl.constexpr):
-    slots = gl.allocate_shared_memory(dtype, [4, 64, CHUNK], gl.NVMMASharedLayout.get_default_for([64, CHUNK], dtype))
-    full = (new_barrier(threads), new_barrier(threads), new_barrier(threads), new_barrier(threads))
-    empty = (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1))
-    return slots, full, empty
+def new_slot_barriers(count: gl.constexpr):
+    """One for each slot of q's ring, which has 4 or 8."""
+    return (
+        new_barrier(count), new_barrier(count), new_barrier(count), new_barrier(count),
+        new_barrier(count), new_barrier(count), new_barrier(count), new_barrier(count),
+    )  # fmt: skip
 
 
 @gluon.jit
-def new_key_barriers():
-    """For even and odd steps: full (every thread of both producers) and empty (both consumers)."""
-    return (new_barrier(128), new_barrier(128)), (new_barrier(2), new_barrier(2))
-
-
-@gluon.jit
-def copy_keys(
-    step, kv, low, high, held_low, held_high, ring_a, ring_b, k_full, k_empty, X: gl.constexpr, D: gl.constexpr
-):  # fmt: skip
-    """The keys that a step adds to those of the step before, [held_low, held_high), producer X's half of the chunks.
-
-    The step before may still be going on, as its keys are left alone; the one before that must be over. Blocks of 8 slots: a slot that
-    holds a key of neither step gets zeros. If the two steps do not fit into the ring together, all is loaded anew once both are over.
-    """
-    CHUNKS: gl.constexpr = D // CHUNK
-    BLOCK: gl.constexpr = 8
-    dtype: gl.constexpr = kv.dtype.element_ty
-    layout: gl.constexpr = copy_layout_for(CHUNK, 2)
-    part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, CHUNK], dtype)
-    a = ring_a._reinterpret(dtype, [CHUNKS * 16, BLOCK, CHUNK], part)
-    b = ring_b._reinterpret(dtype, [CHUNKS * 2, BLOCK, CHUNK], part)
-    n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
-    odd = step & 1
-    mbarrier.wait(k_empty[0], ((step >> 1) & 1) ^ 1, pred=odd == 0)
-    mbarrier.wait(k_empty[1], ((step >> 1) & 1) ^ 1, pred=odd == 1)
-    block = held_high % RING // BLOCK
-    blocks = gl.where(high > held_high, gl.cdiv(held_high % BLOCK + high - held_high, BLOCK), 0)
-    kept = held_low
-    if (low < held_low) | (low > held_high) | (high - held_low > RING):
-        before = step - 1
-        mbarrier.wait(k_empty[0], (before >> 1) & 1, pred=(odd == 1) & (step > 0))
-        mbarrier.wait(k_empty[1], (before >> 1) & 1, pred=(odd == 0) & (step > 0))
-        block = 0
-        blocks = 18
-        kept = low
-    for i in range(blocks):
-        at = gl.where(block + i >= 18, block + i - 18, block + i)
-        key = slot_keys(at * BLOCK + n, low)
-        key = gl.where(key < high, key, key - RING)
-        valid = (key >= low) | (key >= kept)
-        ptrs = kv + gl.where(valid, key, 0).to(gl.int64)[:, None] * D + d[None, :]
-        for half in gl.static_range(CHUNKS // 2):
-            c = X * (CHUNKS // 2) + half
-            if at < 16:
-                async_copy.async_copy_global_to_shared(a.index(c * 16 + at), ptrs + c * CHUNK, mask=valid[:, None])
-            else:
-                async_copy.async_copy_global_to_shared(b.index(c * 2 + at - 16), ptrs + c * CHUNK, mask=valid[:, None])
-    if odd == 0:
-        async_copy.mbarrier_arrive(k_full[0], increment_count=False)
+def wait_slot(bars, j: gl.constexpr, g, parity, SLOTS: gl.constexpr):
+    """Waits for the barrier of the slot of chunk 4 g + j."""
+    if SLOTS == 4:
+        mbarrier.wait(bars[j], parity)
     else:
-        async_copy.mbarrier_arrive(k_full[1], increment_count=False)
+        mbarrier.wait(bars[j], parity, pred=g == 0)
+        mbarrier.wait(bars[j + 4], parity, pred=g == 1)
+
+
+@gluon.jit
+def free_slot(bars, j: gl.constexpr, g, SLOTS: gl.constexpr):
+    if SLOTS == 4:
+        mbarrier.arrive(bars[j], count=1)
+    else:
+        mbarrier.arrive(bars[j], count=1, pred=g == 0)
+        mbarrier.arrive(bars[j + 4], count=1, pred=g == 1)
+
+
+@gluon.jit
+def new_step_barriers(count: gl.constexpr):
+    """For even and odd steps."""
+    return (new_barrier(count), new_barrier(count))
+
+
+@gluon.jit
+def new_facts():
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return (gl.allocate_shared_memory(gl.int32, [FACTS], layout), gl.allocate_shared_memory(gl.int32, [FACTS], layout))
+
+
+@gluon.jit
+def wait_step(bars, step, parity):
+    mbarrier.wait(bars[0], parity, pred=(step & 1) == 0)
+    mbarrier.wait(bars[1], parity, pred=(step & 1) == 1)
+
+
+@gluon.jit
+def tell_step(step, facts, told, last, low, cmp_begin):
+    """What the other warpgroups need to know of a step. They would wait twice for device memory to find it out themselves."""
+    i = gl.arange(0, FACTS, layout=gl.BlockedLayout([1], [32], [2], [0]))
+    value = gl.where(i == 0, last, gl.where(i == 1, low, cmp_begin))
+    if step % 2 == 0:
+        facts[0].store(value)
+        mbarrier.arrive(told[0], count=1)
+    else:
+        facts[1].store(value)
+        mbarrier.arrive(told[1], count=1)
+
+
+@gluon.jit
+def hear_step(step, facts, told, WARPS: gl.constexpr):
+    """End of a step, its first key, its first entry."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    i = gl.arange(0, FACTS, layout=layout)
+    wait_step(told, step, (step >> 1) & 1)
+    if step % 2 == 0:
+        value = facts[0].load(layout)
+    else:
+        value = facts[1].load(layout)
+    last = gl.sum(gl.where(i == 0, value, 0), 0)
+    low = gl.sum(gl.where(i == 1, value, 0), 0)
+    cmp_begin = gl.sum(gl.where(i == 2, value, 0), 0)
+    return last, low, cmp_begin
 
 
 @gluon.jit
 def take_keys(step, k_full):
-    mbarrier.wait(k_full[0], (step >> 1) & 1, pred=(step & 1) == 0)
-    mbarrier.wait(k_full[1], (step >> 1) & 1, pred=(step & 1) == 1)
+    wait_step(k_full, step, (step >> 1) & 1)
     fence_async_shared()
 
 
@@ -161,74 +174,115 @@ def free_keys(step, k_empty):
 
 
 @gluon.jit
-def fill(j: gl.constexpr, x, first, end, channel, turn, slots, full, empty, zero, ROWS: gl.constexpr, D: gl.constexpr):
-    """Fill j of four chunks: ROWS rows of x from `first` (int64) on, one chunk of channels; rows from `end` on are zeros."""
+def copy_keys(ori_kv, block, blocks, low, high, kept, ring_a, ring_b, D: gl.constexpr):
+    """`blocks` blocks of 8 slots from `block` on. A slot that holds neither a key of the step, [low, high), nor one from `kept` on of the
+    step before gets zeros."""
+    CHUNKS: gl.constexpr = D // CHUNK
+    BLOCK: gl.constexpr = 8
+    dtype: gl.constexpr = ori_kv.dtype.element_ty
     layout: gl.constexpr = copy_layout_for(CHUNK, 2)
-    n = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, CHUNK], dtype)
+    a = ring_a._reinterpret(dtype, [CHUNKS * 16, BLOCK, CHUNK], part)
+    b = ring_b._reinterpret(dtype, [CHUNKS * 2, BLOCK, CHUNK], part)
+    n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
-    on = n < end
-    ptrs = x + gl.where(on, n, 0)[:, None] * D + channel + d[None, :]
-    mbarrier.wait(empty[j % 4], ((turn + j // 4) & 1) ^ 1)
-    target = slots.index(zero + j % 4)
-    if ROWS < 64:
-        target = target.slice(0, ROWS, dim=0)
-    async_copy.async_copy_global_to_shared(target, ptrs, mask=on[:, None])
-    async_copy.mbarrier_arrive(full[j % 4], increment_count=False)
+    for i in range(blocks):
+        at = gl.where(block + i >= 18, block + i - 18, block + i)
+        key = slot_keys(at * BLOCK + n, low)
+        key = gl.where(key < high, key, key - RING)
+        valid = (key >= low) | (key >= kept)
+        ptrs = ori_kv + gl.where(valid, key, 0).to(gl.int64)[:, None] * D + d[None, :]
+        for c in gl.static_range(CHUNKS):
+            if at < 16:
+                async_copy.async_copy_global_to_shared(a.index(c * 16 + at), ptrs + c * CHUNK, mask=valid[:, None])
+            else:
+                async_copy.async_copy_global_to_shared(b.index(c * 2 + at - 16), ptrs + c * CHUNK, mask=valid[:, None])
 
 
 @gluon.jit
-def producer(
-    X: gl.constexpr, q, ori_kv, cmp_kv, places, rows, zero, ring_a, ring_b, slots, full, empty, k_full, k_empty,
-    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr,
-):  # fmt: skip
-    """Everything that consumer X streams, and half of the new keys of every step, after the first fills of its first tile. For S a chunk of q
-    and one of the entries in turn, then the entries once more for the output."""
-    TILES: gl.constexpr = 1 if ENTRIES else 0
-    PER: gl.constexpr = 1 + TILES
+def copy_entries(cmp_kv, cmp_begin, entries, entry_s, D: gl.constexpr, ENTRIES: gl.constexpr):
+    layout: gl.constexpr = copy_layout_for(CHUNK, 2)
+    n = gl.arange(0, ENTRIES, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
+    on = n < entries
+    ptrs = cmp_kv + gl.where(on, cmp_begin.to(gl.int64) + n, 0)[:, None] * D + d[None, :]
+    for c in range(D // CHUNK):
+        async_copy.async_copy_global_to_shared(entry_s.index(c), ptrs + c * CHUNK, mask=on[:, None])
+
+
+@gluon.jit
+def key_producer(ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, told, k_full, k_empty, D: gl.constexpr, ENTRIES: gl.constexpr):
+    """Finds the steps, tells the others, and loads the keys that a step adds to those of the step before.
+
+    The step before may still be going on, as its keys are left alone; the one before that must be over. If the two do not fit into the ring
+    together, or the entries change, all that is new is loaded once both are over.
+    """
     query, last_query = queries_of_program(rows)
     held_low = 0
     held_high = -1
-    tiles_before = 0
-    turn = 0
+    held_begin = -1
+    held_entries = -1
     step = 0
     while query < last_query:
         last, low, high, cmp_begin, entries = step_of(query, last_query, places, ENTRIES > 0, 2)
-        tiles = gl.cdiv((last - query) * N, 64)
-        row_end = last.to(gl.int64) * N
-        first_entry = cmp_begin.to(gl.int64)
-        load_keys = tiles > 0
-        for tile in range((tiles_before & 1) ^ X, tiles, 2):
-            row = query.to(gl.int64) * N + tile * 64
-            z = tile * zero
-            for g in range(D // CHUNK // 4):
-                for j in gl.static_range(4 * PER):
-                    channel = (g * 4 + j // PER) * CHUNK
-                    if j % PER == 0:
-                        fill(j, q, row, row_end, channel, turn, slots, full, empty, z, 64, D)
-                    else:
-                        fill(j, cmp_kv, first_entry, first_entry + entries, channel, turn, slots, full, empty, z, ENTRIES, D)
-                    if j == 3:  # at compile time  # noqa: SIM102
-                        if load_keys & (g == 0):
-                            copy_keys(step, ori_kv, low, high, held_low, held_high, ring_a, ring_b, k_full, k_empty, X, D)
-                turn += PER
-            if TILES > 0:
-                for g in range(D // CHUNK // 4):
-                    for j in gl.static_range(4):
-                        channel = (g * 4 + j) * CHUNK
-                        fill(j, cmp_kv, first_entry, first_entry + entries, channel, turn, slots, full, empty, z, ENTRIES, D)
-                    turn += 1
-            load_keys = False
-        if load_keys:  # a step of one tile, and that the other's
-            copy_keys(step, ori_kv, low, high, held_low, held_high, ring_a, ring_b, k_full, k_empty, X, D)
+        wait_step(k_empty, step, ((step >> 1) & 1) ^ 1)
+        tell_step(step, facts, told, last, low, cmp_begin)
+        block = held_high % RING // 8
+        blocks = gl.where(high > held_high, gl.cdiv(held_high % 8 + high - held_high, 8), 0)
+        kept = held_low
+        anew = (low < held_low) | (low > held_high) | (high - held_low > RING)
+        other = False
+        if ENTRIES > 0:
+            other = (cmp_begin != held_begin) | (entries != held_entries)
+        if (anew | other) & (step > 0):
+            wait_step(k_empty, step - 1, ((step - 1) >> 1) & 1)
+        if anew:
+            block = 0
+            blocks = 18
+            kept = low
+        copy_keys(ori_kv, block, blocks, low, high, kept, ring_a, ring_b, D)
+        if ENTRIES > 0:  # at compile time  # noqa: SIM102
+            if other:
+                copy_entries(cmp_kv, cmp_begin, entries, entry_s, D, ENTRIES)
+                held_begin = cmp_begin
+                held_entries = entries
+        if step % 2 == 0:
+            async_copy.mbarrier_arrive(k_full[0], increment_count=False)
+        else:
+            async_copy.mbarrier_arrive(k_full[1], increment_count=False)
         held_low = low
         held_high = high
-        tiles_before += tiles
         step += 1
         query = last
 
 
 @gluon.jit
-def take(j: gl.constexpr, turn, full):
-    """Waits for fill j of a group; what it holds may be an operand then."""
-    mbarrier.wait(full[j % 4], (turn + j // 4) & 1)
-    fence_async_shared()
+def q_producer(q, rows, zero, slots, full_0, full_1, empty, facts, told, N: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr):
+    """q of all tiles in order, chunk c of a tile in slot c % SLOTS. A slot has a full barrier for each consumer, as each waits for its own
+    tiles alone and would take the phase of one of the other's for its own."""
+    USES: gl.constexpr = D // CHUNK // SLOTS  # of a slot by a tile
+    layout: gl.constexpr = copy_layout_for(CHUNK, 2)
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
+    query, last_query = queries_of_program(rows)
+    tiles_before = 0
+    step = 0
+    while query < last_query:
+        last, _, _ = hear_step(step, facts, told, 2)
+        tiles = gl.cdiv((last - query) * N, 64)
+        row_end = last.to(gl.int64) * N
+        for tile in range(tiles):
+            row = query.to(gl.int64) * N + tile * 64 + n
+            on = row < row_end
+            ptrs = q + gl.where(on, row, 0)[:, None] * D + d[None, :]
+            for c in gl.static_range(D // CHUNK):
+                use = (tiles_before + tile) * USES + c // SLOTS
+                mbarrier.wait(empty[c % SLOTS], (use & 1) ^ 1)
+                async_copy.async_copy_global_to_shared(slots.index(tile * zero + c % SLOTS), ptrs + c * CHUNK, mask=on[:, None])
+                if (tiles_before + tile) % 2 == 0:
+                    async_copy.mbarrier_arrive(full_0[c % SLOTS], increment_count=False)
+                else:
+                    async_copy.mbarrier_arrive(full_1[c % SLOTS], increment_count=False)
+        tiles_before += tiles
+        step += 1
+        query = last

@@ -2,12 +2,15 @@
 
     two consumers    a tile of 64 rows each, in turn: S of all keys, softmax, then O = P V chunk by chunk of channels. P stays in registers
                      and no accumulator outlives its chunk, so a consumer has registers to spare and the two overlap each other's phases.
-    two producers    of two warps: q (and compressed entries) for their consumer, half of the new keys of every step
+    q producer       two warps: q of all tiles through one ring of slots
+    key producer     two warps: finds the steps, loads their new keys and entries
 
-Shared memory at D = 512, 224 KB: keys 144, two streams 64, staging of the output 16.
+Shared memory at D = 512, 225 KB: keys 144; q 64, or q 32 and entries 32; staging of the output 16.
 
-Barriers: full / empty of each slot of a stream; k_full (every thread of both producers) and k_empty (both consumers) once a step, a pair
-for even steps and one for odd ones, since producers may be two steps ahead of a consumer.
+Barriers
+    full_0, full_1, empty   of the slots of q: 64 arrivals (each producer thread's own cp.async group), and 1, from the consumer that read it
+    told[2]                 what a step is stands in shared memory: 1 arrival of the key producer, for even and odd steps
+    k_full[2], k_empty[2]   the keys of a step: 64 arrivals, and 2, from both consumers; for even and odd steps, since the producer is one ahead
 """
 
 from __future__ import annotations
@@ -18,78 +21,92 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kernel_runtime.device import device_properties
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.hopper.core import copy_layout_for
 from sparse_attn.shared_kv.hopper.dense import (
-    ALIGN,
     CHUNK,
     ENTRIES_MAX,
     RING_A,
     RING_B,
+    UNIT,
     free_keys,
-    new_key_barriers,
+    free_slot,
+    hear_step,
+    key_producer,
+    new_facts,
     new_ring,
-    new_stream,
-    producer,
+    new_slot_barriers,
+    new_step_barriers,
+    q_producer,
     queries_of_program,
     slot_keys,
-    step_of,
-    take,
     take_keys,
+    wait_slot,
 )
 from sparse_attn.shared_kv.hopper.fwd import with_sink
 
 
 @gluon.jit
-def score_chunk(c: gl.constexpr, g, sa, sb, se, turn, z, ring_a, ring_b, slots, full, empty, ENTRIES: gl.constexpr):
+def score_chunk(
+    c: gl.constexpr, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, empty, ENTRIES: gl.constexpr, SLOTS: gl.constexpr
+):  # fmt: skip
     """S += q K^T over chunk c of a group of four. The products of a chunk run on while the next one is issued; only then are they waited for
     and their slots free."""
     TILES: gl.constexpr = 1 if ENTRIES else 0
-    j: gl.constexpr = c * (1 + TILES)
     at = g * 4 + c + z
-    take(j, turn, full)
-    x = slots.index(z + j % 4)
+    wait_slot(full, c, g, parity, SLOTS)
+    fence_async_shared()
+    if SLOTS == 4:
+        x = slots.index(z + c)
+    else:
+        x = slots.index(at)
     sa = warpgroup_mma(x, ring_a.index(at).permute((1, 0)), sa, is_async=True)
     sb = warpgroup_mma(x, ring_b.index(at).permute((1, 0)), sb, is_async=True)
     if TILES == 1:
-        take(j + 1, turn, full)
-        se = warpgroup_mma(x, slots.index(z + (j + 1) % 4).slice(0, ENTRIES, dim=0).permute((1, 0)), se, is_async=True)
+        se = warpgroup_mma(x, entry_s.index(at).permute((1, 0)), se, is_async=True)
     LEFT: gl.constexpr = 0 if c == 3 else 2 + TILES  # products of this chunk; none may run on into the next pass of the loop
     if TILES == 0:
         sa, sb = warpgroup_mma_wait(LEFT, deps=[sa, sb])
     else:
         sa, sb, se = warpgroup_mma_wait(LEFT, deps=[sa, sb, se])
     if c > 0:
-        for i in gl.static_range(1 + TILES):
-            mbarrier.arrive(empty[(j - 1 - TILES + i) % 4], count=1)
+        free_slot(empty, c - 1, g, SLOTS)
     if LEFT == 0:
-        for i in gl.static_range(1 + TILES):
-            mbarrier.arrive(empty[(j + i) % 4], count=1)
+        free_slot(empty, c, g, SLOTS)
     return sa, sb, se
 
 
 @gluon.jit
-def output_chunk(c: gl.constexpr, g, pa, pb, pe, o_zero, turn, z, ring_a, ring_b, slots, full, ENTRIES: gl.constexpr):
+def output_chunk(c: gl.constexpr, g, pa, pb, pe, o_zero, z, ring_a, ring_b, entry_s, ENTRIES: gl.constexpr):
     at = g * 4 + c + z
     o = warpgroup_mma(pa, ring_a.index(at), o_zero, use_acc=False, is_async=True)
     o = warpgroup_mma(pb, ring_b.index(at), o, is_async=True)
     if ENTRIES > 0:
-        take(c, turn, full)
-        o = warpgroup_mma(pe, slots.index(z + c).slice(0, ENTRIES, dim=0), o, is_async=True)
+        o = warpgroup_mma(pe, entry_s.index(at), o, is_async=True)
     return o
 
 
 @gluon.jit
+def seen_by(x, begin, stop, rows: gl.constexpr, ONE_QUERY: gl.constexpr):
+    """Which of x lie in [begin, stop), as a tensor that broadcasts over rows and x; begin and stop are numbers where all rows are one query's."""
+    if ONE_QUERY:
+        return ((x >= begin) & (x < stop))[None, :]
+    else:
+        return (x[None, :] >= gl.convert_layout(begin, rows)[:, None]) & (x[None, :] < gl.convert_layout(stop, rows)[:, None])
+
+
+@gluon.jit
 def tile_forward(
-    row, row_end, low, cmp_begin, turn, z, out, lse, sinks, places, scale2, ring_a, ring_b, slots, full, empty, staged,
-    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr,
+    row, row_end, low, cmp_begin, turn, z, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged,
+    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """One tile of 64 rows; returns the turn of the next one."""
+    """One tile of 64 rows, this consumer's tile number `turn`."""
     TILES: gl.constexpr = 1 if ENTRIES else 0
     BE: gl.constexpr = max(16, ENTRIES)
+    ONE_QUERY: gl.constexpr = N % 64 == 0
     dtype: gl.constexpr = out.dtype.element_ty
     a_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING_A, 16])
     b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING_B, 16])
@@ -97,46 +114,56 @@ def tile_forward(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     a_rows: gl.constexpr = gl.SliceLayout(1, a_layout)
-    # ranges and sinks of the rows, asked for before they are needed
+    b_rows: gl.constexpr = gl.SliceLayout(1, b_layout)
+    e_rows: gl.constexpr = gl.SliceLayout(1, e_layout)
+    # ranges of the rows, asked for before they are needed
     r = row + gl.arange(0, 64, layout=a_rows)
     on = r < row_end
-    query = r // N
-    begin = gl.load(places + query * 4, mask=on, other=0)
-    stop = gl.load(places + query * 4 + 1, mask=on, other=0)
-    seen = stop
-    if ENTRIES > 0:
-        seen = gl.load(places + query * 4 + 3, mask=on, other=0) - cmp_begin
+    if ONE_QUERY:
+        at = places + row // N * 4
+        begin = gl.load(at)
+        stop = gl.load(at + 1)
+        seen = 0
+        if ENTRIES > 0:
+            seen = gl.load(at + 3) - cmp_begin
+    else:
+        at = places + r // N * 4
+        begin = gl.load(at, mask=on, other=0)
+        stop = gl.load(at + 1, mask=on, other=0)
+        seen = stop
+        if ENTRIES > 0:
+            seen = gl.load(at + 3, mask=on, other=0) - cmp_begin
     # S, chunk after chunk; a slot is free again when the product after it has been issued and its own is done
     sa = gl.zeros([64, RING_A], gl.float32, layout=a_layout)
     sb = gl.zeros([64, RING_B], gl.float32, layout=b_layout)
     se = gl.zeros([64, BE], gl.float32, layout=e_layout)
     for g in range(D // CHUNK // 4):
+        parity = (turn * (D // CHUNK // SLOTS) + (g if SLOTS == 4 else 0)) & 1
         for c in gl.static_range(4):
-            sa, sb, se = score_chunk(c, g, sa, sb, se, turn, z, ring_a, ring_b, slots, full, empty, ENTRIES)
-        turn += 1 + TILES
-    # softmax over all keys at once
+            sa, sb, se = score_chunk(c, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, empty, ENTRIES, SLOTS)
+    # softmax over all keys at once; the scale is positive, so the maximum may be taken before it
     ka = slot_keys(gl.arange(0, RING_A, layout=gl.SliceLayout(0, a_layout)), low)
     kb = slot_keys(RING_A + gl.arange(0, RING_B, layout=gl.SliceLayout(0, b_layout)), low)
-    b_rows: gl.constexpr = gl.SliceLayout(1, b_layout)
-    e_rows: gl.constexpr = gl.SliceLayout(1, e_layout)
-    begin_b, stop_b = gl.convert_layout(begin, b_rows), gl.convert_layout(stop, b_rows)
-    sa = gl.where((ka[None, :] >= begin[:, None]) & (ka[None, :] < stop[:, None]), sa * scale2, float("-inf"))
-    sb = gl.where((kb[None, :] >= begin_b[:, None]) & (kb[None, :] < stop_b[:, None]), sb * scale2, float("-inf"))
-    m = gl.maximum(gl.maximum(gl.max(sa, 1), gl.convert_layout(gl.max(sb, 1), a_rows)), -1.0e30)
+    sa = gl.where(seen_by(ka, begin, stop, a_rows, ONE_QUERY), sa, float("-inf"))
+    sb = gl.where(seen_by(kb, begin, stop, b_rows, ONE_QUERY), sb, float("-inf"))
+    m = gl.maximum(gl.max(sa, 1), gl.convert_layout(gl.max(sb, 1), a_rows))
     if TILES == 1:
-        e = gl.arange(0, BE, layout=gl.SliceLayout(0, e_layout))
-        seen_e = gl.convert_layout(seen, e_rows)
-        se = gl.where(e[None, :] < seen_e[:, None], se * scale2, float("-inf"))
+        entry = gl.arange(0, BE, layout=gl.SliceLayout(0, e_layout))
+        if ONE_QUERY:
+            visible = (entry < seen)[None, :]
+        else:
+            visible = entry[None, :] < gl.convert_layout(seen, e_rows)[:, None]
+        se = gl.where(visible, se, float("-inf"))
         m = gl.maximum(m, gl.convert_layout(gl.max(se, 1), a_rows))
-    sa = gl.exp2(sa - m[:, None])
-    sb = gl.exp2(sb - gl.convert_layout(m, b_rows)[:, None])
+    m = gl.maximum(m * scale2, -1.0e30)  # finite, where a row sees no key
+    sa = gl.exp2(sa * scale2 - m[:, None])
+    sb = gl.exp2(sb * scale2 - gl.convert_layout(m, b_rows)[:, None])
     l = gl.sum(sa, 1) + gl.convert_layout(gl.sum(sb, 1), a_rows)
     pa = gl.convert_layout(sa.to(dtype), p_layout)
     pb = gl.convert_layout(sb.to(dtype), p_layout)
     pe = pb
     if TILES == 1:
-        me = gl.convert_layout(m, e_rows)
-        se = gl.exp2(se - me[:, None])
+        se = gl.exp2(se * scale2 - gl.convert_layout(m, e_rows)[:, None])
         l += gl.convert_layout(gl.sum(se, 1), a_rows)
         pe = gl.convert_layout(se.to(dtype), p_layout)
     inverse, total = with_sink(m, l, sinks, (r % N).to(gl.int32), on, SINKS)
@@ -149,33 +176,29 @@ def tile_forward(
     writes = (rc < row_end)[:, None]
     o_zero = gl.zeros([64, CHUNK], gl.float32, layout=o_layout)
     for g in range(D // CHUNK // 4):
-        current = output_chunk(0, g, pa, pb, pe, o_zero, turn, z, ring_a, ring_b, slots, full, ENTRIES)
+        current = output_chunk(0, g, pa, pb, pe, o_zero, z, ring_a, ring_b, entry_s, ENTRIES)
         for c in gl.static_range(4):
             if c < 3:
-                upcoming = output_chunk(c + 1, g, pa, pb, pe, o_zero, turn, z, ring_a, ring_b, slots, full, ENTRIES)
+                upcoming = output_chunk(c + 1, g, pa, pb, pe, o_zero, z, ring_a, ring_b, entry_s, ENTRIES)
                 v = warpgroup_mma_wait(2 + TILES, deps=[current])
                 current = upcoming
             else:
                 v = warpgroup_mma_wait(0, deps=[current])
-            if TILES == 1:
-                mbarrier.arrive(empty[c], count=1)
             staged.store((v * inverse[:, None]).to(dtype))
             gl.store(target + (g * 4 + c) * CHUNK, staged.load(copy), mask=writes)
-        turn += TILES
-    return turn
 
 
 @gluon.jit
 def consumer(
-    X: gl.constexpr, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, slots, full, empty, staged, k_full, k_empty,
-    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr,
+    X: gl.constexpr, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged, facts, told, k_full, k_empty,
+    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     query, last_query = queries_of_program(rows)
     tiles_before = 0
     turn = 0
     step = 0
     while query < last_query:
-        last, low, _, cmp_begin, _ = step_of(query, last_query, places, ENTRIES > 0, 4)
+        last, low, cmp_begin = hear_step(step, facts, told, 4)
         tiles = gl.cdiv((last - query) * N, 64)
         row_end = last.to(gl.int64) * N
         take_keys(step, k_full)
@@ -183,10 +206,11 @@ def consumer(
             # Opaque zero, as in fwd.py; without it what depends on `low` alone is kept in registers across tiles, 36 of them
             row = query.to(gl.int64) * N + tile * 64
             z = tile * zero
-            turn = tile_forward(
-                row, row_end, low + z, cmp_begin, turn, z, out, lse, sinks, places, scale2, ring_a, ring_b, slots, full, empty, staged,
-                N, D, ENTRIES, SINKS,
+            tile_forward(
+                row, row_end, low + z, cmp_begin, turn, z, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged,
+                N, D, ENTRIES, SINKS, SLOTS,
             )  # fmt: skip
+            turn += 1
         free_keys(step, k_empty)
         tiles_before += tiles
         step += 1
@@ -197,31 +221,33 @@ def consumer(
 def hopper_dense_fwd_kernel(
     q, ori_kv, cmp_kv, sinks, places, out, lse, rows, zero, scale, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr
 ):  # fmt: skip
+    SLOTS: gl.constexpr = 4 if ENTRIES or D < 512 else 8  # what shared memory has room for, and not more than a tile's chunks
     dtype: gl.constexpr = q.dtype.element_ty
     scale2 = scale * 1.4426950408889634
     ring_a, ring_b = new_ring(dtype, D)
-    slots0, full0, empty0 = new_stream(dtype, 64)
-    slots1, full1, empty1 = new_stream(dtype, 64)
-    stage_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CHUNK], dtype)
-    staged0 = gl.allocate_shared_memory(dtype, [64, CHUNK], stage_layout)
-    staged1 = gl.allocate_shared_memory(dtype, [64, CHUNK], stage_layout)
-    k_full, k_empty = new_key_barriers()
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CHUNK], dtype)
+    slots = gl.allocate_shared_memory(dtype, [SLOTS, 64, CHUNK], tile_layout)
+    entry_s = slots  # stands in where there are none
+    if ENTRIES > 0:
+        entry_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ENTRIES, CHUNK], dtype)
+        entry_s = gl.allocate_shared_memory(dtype, [D // CHUNK, ENTRIES, CHUNK], entry_layout)
+    staged_0 = gl.allocate_shared_memory(dtype, [64, CHUNK], tile_layout)
+    staged_1 = gl.allocate_shared_memory(dtype, [64, CHUNK], tile_layout)
+    full_0, full_1, empty = new_slot_barriers(64), new_slot_barriers(64), new_slot_barriers(1)
+    facts, told = new_facts(), new_step_barriers(1)
+    k_full, k_empty = new_step_barriers(64), new_step_barriers(2)
     gl.warp_specialize(
         [
             (consumer, (
-                0, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, slots0, full0, empty0, staged0, k_full, k_empty,
-                N, D, ENTRIES, SINKS,
+                0, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full_0, empty, staged_0, facts, told, k_full,
+                k_empty, N, D, ENTRIES, SINKS, SLOTS,
             )),
             (consumer, (
-                1, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, slots1, full1, empty1, staged1, k_full, k_empty,
-                N, D, ENTRIES, SINKS,
+                1, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full_1, empty, staged_1, facts, told, k_full,
+                k_empty, N, D, ENTRIES, SINKS, SLOTS,
             )),
-            (producer, (
-                0, q, ori_kv, cmp_kv, places, rows, zero, ring_a, ring_b, slots0, full0, empty0, k_full, k_empty, N, D, ENTRIES,
-            )),
-            (producer, (
-                1, q, ori_kv, cmp_kv, places, rows, zero, ring_a, ring_b, slots1, full1, empty1, k_full, k_empty, N, D, ENTRIES,
-            )),
+            (q_producer, (q, rows, zero, slots, full_0, full_1, empty, facts, told, N, D, SLOTS)),
+            (key_producer, (ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, told, k_full, k_empty, D, ENTRIES)),
         ],
         [4, 2, 2],
         [216, 72, 72],
@@ -246,7 +272,7 @@ def dense_forward(
     q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, sinks: torch.Tensor | None, places: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, scale: float,
 ) -> None:  # fmt: skip
-    """Writes out and lse. Tensors need not be contiguous, places are those of places_of."""
+    """Writes out and lse. Tensors need not be contiguous, places are those of places_of, the scale is positive."""
     N, D = q.shape[-2:]
     rows = places.shape[0]
     q, ori_kv = q.contiguous(), ori_kv.contiguous()
@@ -254,5 +280,5 @@ def dense_forward(
     # a tensor that the mode does not read is stood in for by another of its type
     cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
     sinks = lse if sinks is None else sinks.contiguous()
-    grid = (min(triton.cdiv(rows, ALIGN.value), device_properties(q.device).cube_cores),)
+    grid = (min(triton.cdiv(rows, UNIT.value), device_properties(q.device).cube_cores),)
     spec.launch(grid, q, ori_kv, cmp_kv, sinks, places, out, lse, rows, 0, scale)
