@@ -62,6 +62,17 @@ def test_runs_of_one_name_and_one_run_twice(tmp_path):
     assert compare.named([a, b, c, a]) == {str(a): a, str(b): b, "other": c, f"{a}'": a}
 
 
+def test_other_settings_are_named(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, {1: 1.0}) for name in "abc"]
+    assert compare.other_settings(runs[0], runs[1]) == []
+    for run, impl, experts in zip(runs, ("eager", "triton", "eager"), (8, 8, 4)):
+        (run / "config.json").write_text(json.dumps({"out": str(run), "impl": impl, "model": {"preset": "tiny", "num_experts": experts}}))
+    assert compare.other_settings(runs[0], runs[1]) == ["impl 'eager' -> 'triton'"]
+    assert compare.main([str(runs[0]), str(runs[1]), "--yardstick", str(runs[2])]) == 0
+    out = capsys.readouterr().out
+    assert "settings of b: impl 'eager' -> 'triton'\n" in out and "settings of c: model.num_experts 8 -> 4\n" in out
+
+
 # ---- compare_fixed ------------------------------------------------------------------------------------------------------------
 
 

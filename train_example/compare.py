@@ -152,6 +152,16 @@ def other_texts(run_a: Path, run_b: Path) -> bool:
     return all(f.is_file() for f in files) and len({json.loads(f.read_text())["text_sha256"] for f in files}) > 1
 
 
+def other_settings(run_a: Path, run_b: Path) -> list[str]:
+    """The settings in which two runs differ, but for their folder: "name a -> b"; none where one has no config.json."""
+    files = [run / "config.json" for run in (run_a, run_b)]
+    if not all(file.is_file() for file in files):
+        return []
+    a, b = ({**(config := json.loads(file.read_text())), **{f"model.{k}": v for k, v in config.get("model", {}).items()}} for file in files)
+    names = sorted((a.keys() | b.keys()) - {"out", "model"})
+    return [f"{name} {a.get(name)!r} -> {b.get(name)!r}" for name in names if a.get(name) != b.get(name)]
+
+
 def main(argv: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m train_example.compare", description=__doc__, formatter_class=raw)
@@ -173,6 +183,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    for name, run in list(runs.items())[1:]:
+        if changes := other_settings(args.run_a, run):
+            print(f"settings of {name}: {', '.join(changes)}")
     if other_texts(args.run_a, args.run_b):
         print("the runs read different texts (environment.json): differences say little")
     if args.steps:
