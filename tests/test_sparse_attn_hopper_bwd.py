@@ -1,0 +1,101 @@
+"""The backward for sm_90: edges of its tiles and parts, the same bits on every run, the order of its sums, products that run on."""
+
+import os
+import re
+import subprocess
+
+import pytest
+import torch
+
+from kernel_runtime import interpreting
+from reference.cases.sparse_attn import AttentionCase
+from tests.test_sparse_attn_hopper import BF16, FP16, check, expected, make, run
+
+
+def test_sums_in_the_order_of_the_lanes(kernel_device, monkeypatch):
+    """Rows of both tensors from one buffer, every channel at its place, for the two orders that there are."""
+    from sparse_attn.shared_kv.hopper.bwd_cast import cast_sums
+    from tests.op_checks import poison_empty
+
+    poison_empty(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    for D, group in ((512, 4), (256, 8), (128, 8)):
+        want = torch.randn((19, D), generator=generator)
+        sums = torch.empty_like(want)
+        for channel in range(D):
+            block, rest = divmod(channel, 4 * group)
+            eighth, lane, e = rest // 8, rest % 8 // 2, rest % 2
+            sums[:, 4 * group * block + group * lane + 2 * eighth + e] = want[:, channel]
+        dori, dcmp = torch.empty((1, 14, D), dtype=FP16, device=kernel_device), torch.empty((1, 5, D), dtype=FP16, device=kernel_device)
+        cast_sums(sums.flatten().to(kernel_device), dori, dcmp, group)
+        assert dori[0].cpu().equal(want[:14].to(FP16)) and dcmp[0].cpu().equal(want[14:].to(FP16))
+        none = torch.empty(0, dtype=FP16, device=kernel_device)
+        whole = torch.empty((1, 19, D), dtype=FP16, device=kernel_device)
+        cast_sums(sums.flatten().to(kernel_device), whole, none, group)
+        assert whole[0].cpu().equal(want.to(FP16))
+
+
+# Tiles hold 64 keys, of the window and of entries apart: one less, just as many, one more; more tasks than multiprocessors where S > 132
+EDGES = [
+    (window, slots, N, D, dtype)
+    for window, slots, N, D, dtype in (
+        (1, 1, 64, 512, BF16), (63, 64, 64, 512, BF16), (64, 65, 65, 512, FP16), (65, 128, 1, 512, BF16),
+        (128, 63, 64, 256, FP16), (129, 129, 33, 128, BF16),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("window", "slots", "N", "D", "dtype"), EDGES)
+def test_edges_of_tiles(window, slots, N, D, dtype, monkeypatch):
+    from tests.op_checks import poison_empty
+
+    one = AttentionCase("edges", "scfa", N=N, D=D, B=1, S=301, K=slots, cmp_ratio=2, window=window)
+    inputs, dout = make(one, dtype)
+    want = expected(inputs, dout, "scfa")
+    poison_empty(monkeypatch)
+    for deterministic in (False, True):
+        # a query with one key: its dq is what the rounding of out leaves of dP - delta
+        names = [name for name in want if name != "dq" or window > 1]
+        check(run(inputs, one, dout, deterministic), {name: want[name] for name in names}, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
+def test_the_same_bits_ten_times(mode):
+    """Far more tasks than multiprocessors, so that every barrier goes round many times."""
+    one = AttentionCase("again", mode, N=64, D=512, B=1, S=1500, K=192, cmp_ratio=4, window=128)
+    inputs, dout = make(one, BF16)
+    first = run(inputs, one, dout, True)
+    for _ in range(9):
+        again = run(inputs, one, dout, True)
+        assert all(x.equal(again[name]) for name, x in first.items())
+
+
+@pytest.mark.gpu
+def test_a_thousand_launches_end():
+    """Short tasks of one or two tiles, back to back: a barrier whose phase is lost would not let the last one end."""
+    one = AttentionCase("many", "swa", N=64, D=512, B=1, S=500, window=70)
+    inputs, dout = make(one, BF16)
+    for deterministic in (False, True):
+        first = run(inputs, one, dout, deterministic)
+        for _ in range(500):
+            last = run(inputs, one, dout, deterministic)
+        assert first["dq"].equal(last["dq"])
+
+
+@pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing can be compiled")
+@pytest.mark.parametrize("partial", [False, True])
+def test_products_run_on(partial, tmp_path):
+    """ptxas waits after every product as soon as one warpgroup has too few registers: half the speed, and nothing else shows it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from sparse_attn.shared_kv.hopper.bwd import backward_spec
+
+    kernel = backward_spec(BF16, 64, 512, 2, partial).compile(GPUTarget("cuda", 90, 32))
+    (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
+    disassembler = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    code = subprocess.run([disassembler, "-sass", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    products, waits = len(re.findall(r"HGMMA", code)), len(re.findall(r"WARPGROUP\.DEPBAR", code))
+    assert products == 144 and waits <= 16
