@@ -238,9 +238,9 @@ def test_loss_opcheck(case, dtype, form):
     _, layout = layout_of(case)
     constants = (indices, *(options.get(name) for name in ("teacher", "q", "cmp_kv", "lse", "scores")))
     for wanted in (True, False):
-        check_opcheck(kl_op.LOSS, (*inputs, *constants, 0.2, options["target"], *layout, wanted, False, "eager"))
-    _, _, *grads = kl_op.LOSS(*inputs, *constants, 0.2, options["target"], *layout, True, False, "eager")
-    check_opcheck(kl_op.BACKWARD, (*grads, torch.tensor(0.3, dtype=grads[1].dtype), inputs[2].dtype, "eager"))
+        check_opcheck(kl_op.LOSS, (*inputs, *constants, 0.2, 0.7, options["target"], *layout, wanted, False, "eager"))
+    _, _, *grads = kl_op.LOSS(*inputs, *constants, 0.2, 0.7, options["target"], *layout, True, False, "eager")
+    check_opcheck(kl_op.BACKWARD, (*grads, torch.tensor(0.3, dtype=grads[1].dtype), 0.7, inputs[2].dtype, "eager"))
 
 
 def test_loss_gradcheck_and_double_backward():

@@ -1,4 +1,4 @@
-"""KL loss backward: the saved gradients times one scalar tensor; and the specs of both directions for the registry."""
+"""KL loss backward: the saved gradients times a scalar tensor and a factor; and the specs of both directions for the registry."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -36,23 +36,23 @@ def scale_blocks(x, factor, out, tail, tasks, B: tl.constexpr):
             tl.store(out + first + place, value.to(out.dtype.element_ty), mask=place < tail)
 
 
-@triton.jit(do_not_specialize=["q_tail", "q_tasks", "k_tail", "k_tasks", "w_tail", "w_tasks"])
+@triton.jit(do_not_specialize=["factor", "q_tail", "q_tasks", "k_tail", "k_tasks", "w_tail", "w_tasks"])
 def scale_kernel(
-    dq, dk, dweights, scale, dq_out, dk_out, dweights_out, q_tail, q_tasks, k_tail, k_tasks, w_tail, w_tasks, B: tl.constexpr,
+    dq, dk, dweights, dloss, dq_out, dk_out, dweights_out, factor, q_tail, q_tasks, k_tail, k_tasks, w_tail, w_tasks, B: tl.constexpr,
 ):  # fmt: skip
     """The three gradients in one launch, which takes about as long as the two small ones."""
-    factor = tl.load(scale)
-    scale_blocks(dq, factor, dq_out, q_tail, q_tasks, B)
-    scale_blocks(dk, factor, dk_out, k_tail, k_tasks, B)
-    scale_blocks(dweights, factor, dweights_out, w_tail, w_tasks, B)
+    scale = tl.load(dloss) * factor
+    scale_blocks(dq, scale, dq_out, q_tail, q_tasks, B)
+    scale_blocks(dk, scale, dk_out, k_tail, k_tasks, B)
+    scale_blocks(dweights, scale, dweights_out, w_tail, w_tasks, B)
 
 
 @cache
 def scale_spec(dtype: torch.dtype, weights_dtype: torch.dtype) -> Spec:
     name, weights_name = TRITON_DTYPE[dtype], TRITON_DTYPE[weights_dtype]
-    pointers = {"dq": name, "dk": "fp32", "dweights": "fp32", "scale": "fp32", "dq_out": name, "dk_out": name, "dweights_out": weights_name}
+    pointers = {"dq": name, "dk": "fp32", "dweights": "fp32", "dloss": "fp32", "dq_out": name, "dk_out": name, "dweights_out": weights_name}
     sizes = ("q_tail", "q_tasks", "k_tail", "k_tasks", "w_tail", "w_tasks")
-    types = {n: f"*{kind}" for n, kind in pointers.items()} | dict.fromkeys(sizes, "i32")
+    types = {n: f"*{kind}" for n, kind in pointers.items()} | {"factor": "fp32"} | dict.fromkeys(sizes, "i32")
     return Spec(scale_kernel, types=types, consts={"B": BLOCK})
 
 
@@ -60,7 +60,8 @@ def indexer_kl_loss_bwd(
     dq_index: torch.Tensor,
     dk_index: torch.Tensor,
     dweights: torch.Tensor,
-    scale: torch.Tensor,
+    dloss: torch.Tensor,
+    factor: float,
     weights_dtype: torch.dtype,
     npu: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -71,7 +72,7 @@ def indexer_kl_loss_bwd(
     if most := max(blocks):
         sizes = [n for x, count in zip(gradients, blocks) for n in (x.numel() - (count - 1) * BLOCK, count)]
         grid = (grid_size(dq_index.device, most, on_npu(dq_index.device, npu), vector=True),)
-        scale_spec(dq_index.dtype, weights_dtype).launch(grid, *gradients, scale, *results, *sizes)
+        scale_spec(dq_index.dtype, weights_dtype).launch(grid, *gradients, dloss, *results, factor, *sizes)
     return results
 
 

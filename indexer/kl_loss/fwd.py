@@ -130,9 +130,9 @@ def rows_spec(cmp_ratio: int, table: bool, slots: int, marginal: bool, whole: bo
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
-def total_kernel(loss, counted, total, count, rows, B: tl.constexpr):
-    """Sums over the rows, by one program, so that their order is fixed and there is one launch."""
+@triton.jit(do_not_specialize=["factor", "rows"])
+def total_kernel(loss, counted, total, count, factor, rows, B: tl.constexpr):
+    """factor * sum of loss, sum of counted: by one program, so that the order is fixed and there is one launch."""
     place = tl.arange(0, B)
     value = tl.zeros([B], tl.float32)
     number = tl.zeros([B], tl.int32)
@@ -140,13 +140,13 @@ def total_kernel(loss, counted, total, count, rows, B: tl.constexpr):
         on = j + place < rows
         value += tl.load(loss + j + place, mask=on, other=0.0)
         number += tl.load(counted + j + place, mask=on, other=0)
-    tl.store(total, tl.sum(value, 0))
+    tl.store(total, tl.sum(value, 0) * factor)
     tl.store(count, tl.sum(number, 0))
 
 
 @cache
 def total_spec() -> Spec:
-    types = {"loss": "*fp32", "counted": "*i32", "total": "*fp32", "count": "*i32", "rows": "i32"}
+    types = {"loss": "*fp32", "counted": "*i32", "total": "*fp32", "count": "*i32", "factor": "fp32", "rows": "i32"}
     return Spec(total_kernel, types=types, consts={"B": TOTAL_ROWS}, num_warps=8)
 
 
@@ -181,6 +181,7 @@ def indexer_kl_loss_fwd(
     lse: torch.Tensor | None,
     scores: torch.Tensor | None,
     softmax_scale: float,
+    factor: float,
     target: str,
     cmp_ratio: int,
     cu_seqlens_q: torch.Tensor | None,
@@ -230,7 +231,7 @@ def indexer_kl_loss_fwd(
     if not gradients:
         grads = q_index.new_empty(0), loss.new_empty(0), loss.new_empty(0)
     total, count = loss.new_empty(()), counted.new_empty(())
-    total_spec().launch((1,), loss, counted, total, count, batch * queries)
+    total_spec().launch((1,), loss, counted, total, count, factor, batch * queries)
     return total, count, *grads
 
 

@@ -10,7 +10,7 @@ from reference import indexer_loss as reference
 
 
 def _loss(
-    q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scores, softmax_scale, target,
+    q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scores, softmax_scale, factor, target,
     cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset, q_offsets, gradients, deterministic,
 ):  # fmt: skip
     found = []  # scores are not taken: the gradients need the products that they come from
@@ -31,10 +31,10 @@ def _loss(
     else:
         total(*leaves)
         grads = tuple(x.new_empty(0) for x in leaves)
-    return *found, *grads
+    return found[0].detach() * factor, found[1], *grads
 
 
-def _fake_loss(q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scores, softmax_scale, target, *options):
+def _fake_loss(q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scores, softmax_scale, factor, target, *options):
     dtype = torch.float64 if q_index.dtype == torch.float64 else torch.float32
     device, gradients = q_index.device, options[-2]
     total, count = torch.empty((), dtype=dtype, device=device), torch.empty((), dtype=torch.int32, device=device)
@@ -42,11 +42,11 @@ def _fake_loss(q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scor
     return total, count, *(torch.empty(x.shape if gradients else (0,), dtype=d, device=device) for x, d in pairs)
 
 
-# total: sum of L_t, scalar. count: valid rows, int32 scalar. Then d(total)/d(q_index) in the dtype of q_index, d(total)/d(k_index) and
-# d(total)/d(weights) in fp32 (fp64 for fp64), or three empty tensors without `gradients`.
+# total: factor * sum of L_t, scalar. count: valid rows, int32 scalar. Then, without the factor, the gradients of q_index in its
+# dtype, of k_index and weights in fp32 (fp64 for fp64), or three empty tensors without `gradients`.
 LOSS = OPS.register(
     "indexer_kl_loss(Tensor q_index, Tensor k_index, Tensor weights, Tensor? indices, Tensor? teacher, Tensor? q, Tensor? cmp_kv,"
-    f" Tensor? lse, Tensor? scores, float softmax_scale, str target, {LAYOUT_SCHEMA}, bool gradients, bool deterministic, str impl)"
+    f" Tensor? lse, Tensor? scores, float softmax_scale, float factor, str target, {LAYOUT_SCHEMA}, bool gradients, bool deterministic, str impl)"
     " -> (Tensor total, Tensor count, Tensor dq_index, Tensor dk_index, Tensor dweights)",
     fake=_fake_loss,
     eager=_loss,
@@ -66,21 +66,22 @@ def save_kl_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KL_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _scale(dq_index, dk_index, dweights, scale, weights_dtype):
+def _scale(dq_index, dk_index, dweights, dloss, factor, weights_dtype):
     wide = torch.promote_types(dq_index.dtype, torch.float32)
     dtypes = (dq_index.dtype, dq_index.dtype, weights_dtype)
+    scale = dloss * factor
     return tuple((g.to(wide) * scale).to(d) for g, d in zip((dq_index, dk_index, dweights), dtypes))
 
 
-def _fake_scale(dq_index, dk_index, dweights, scale, weights_dtype):
+def _fake_scale(dq_index, dk_index, dweights, dloss, factor, weights_dtype):
     dtypes = (dq_index.dtype, dq_index.dtype, weights_dtype)
     return tuple(torch.empty(g.shape, dtype=d, device=g.device) for g, d in zip((dq_index, dk_index, dweights), dtypes))
 
 
-# The saved gradients times a scalar tensor, each product rounded once; a bf16 tensor
+# The saved gradients times a scalar tensor and a factor, each product rounded once; a bf16 tensor
 # times an fp32 scalar tensor would round the scalar to bf16 first.
 BACKWARD = OPS.register(
-    "indexer_kl_loss_bwd(Tensor dq_index, Tensor dk_index, Tensor dweights, Tensor scale, ScalarType weights_dtype, str impl)"
+    "indexer_kl_loss_bwd(Tensor dq_index, Tensor dk_index, Tensor dweights, Tensor dloss, float factor, ScalarType weights_dtype, str impl)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_fake_scale,
     eager=_scale,
@@ -96,22 +97,21 @@ class IndexerKLLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_index, k_index, weights, mean, denominator, coefficient, *args):
-        total, count, *grads = run_loss(q_index, k_index, weights, *args)
-        if denominator is None:
-            denominator = count.clamp(min=1) if mean else 1
-        if isinstance(denominator, torch.Tensor):
-            scale = (torch.full_like(total, coefficient) / denominator).to(total.dtype)
-            ctx.save_for_backward(*grads, scale)
-        else:
-            ctx.scale = scale = coefficient / denominator
-            ctx.save_for_backward(*grads)
+        on_device = isinstance(denominator, torch.Tensor) or (mean and denominator is None)
+        # a factor that is known on the host goes into the op, which saves launches
+        ctx.factor, scale = 1.0 if on_device else coefficient / (1 if denominator is None else denominator), None
+        loss, count, *grads = run_loss(q_index, k_index, weights, *args[:7], ctx.factor, *args[7:])  # 7: up to softmax_scale
+        if on_device:
+            denominator = count.clamp(min=1) if denominator is None else denominator
+            scale = (torch.full_like(loss, coefficient) / denominator).to(loss.dtype)
+            loss = loss * scale
         ctx.weights_dtype, ctx.impl = weights.dtype, args[-1]
-        return total * scale
+        ctx.save_for_backward(*grads, *([] if scale is None else [scale]))
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
         dq_index, dk_index, dweights, *scale = ctx.saved_tensors
-        dtotal = dloss * (scale[0] if scale else ctx.scale)
-        grads = run_backward(dq_index, dk_index, dweights, dtotal, ctx.weights_dtype, ctx.impl)
+        grads = run_backward(dq_index, dk_index, dweights, dloss * scale[0] if scale else dloss, ctx.factor, ctx.weights_dtype, ctx.impl)
         return *grads, *([None] * (len(ctx.needs_input_grad) - 3))
