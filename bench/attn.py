@@ -230,7 +230,8 @@ def run(args: argparse.Namespace) -> list[Row]:
     deadline = time.monotonic() + args.seconds
     copy, product = copy_rate(), matmul_rate()
     print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s", flush=True)
-    compile_kernels(args.heads)
+    if {"hopper", "portable"} & set(args.providers) or args.check_limit >= min(args.tokens):
+        compile_kernels(args.heads)
     rows: list[Row] = []
     for S in args.tokens:
         for N in args.heads:
