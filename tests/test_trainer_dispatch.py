@@ -135,14 +135,6 @@ def _order_of_events(rank, world):
     return forward, backward, torch.allclose(x.grad, grad) and torch.allclose(later, y)
 
 
-def test_the_shared_expert_runs_while_rows_travel():
-    way = ["start", "up", "end", "experts", "start", "down", "end"]
-    for forward, backward, same in run_distributed(_order_of_events, 2, timeout_s=30):
-        assert forward == way
-        assert backward == ["start", "down'", "end", "experts'", "start", "up'", "end"]
-        assert same
-
-
 def _all_two_process_cases(rank, world):
     cases = [((5, 8), None), ((4, 0), None), ((3, 6), [0, 1]), ((3, 6), [1, 3]), ((0, 0), None), ((1, 1), [2, 3])]
     for tokens, forced in cases:
@@ -170,8 +162,25 @@ def _all_two_process_cases(rank, world):
     return True
 
 
-def test_two_processes_equal_dense_loop():
-    assert run_distributed(_all_two_process_cases, 2, timeout_s=30) == [True, True]
+def _both(rank, world):
+    return _all_two_process_cases(rank, world), _order_of_events(rank, world)
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_distributed(_both, 2, timeout_s=30)
+
+
+def test_two_processes_equal_dense_loop(two):
+    assert [equal for equal, _ in two] == [True, True]
+
+
+def test_the_shared_expert_runs_while_rows_travel(two):
+    way = ["start", "up", "end", "experts", "start", "down", "end"]
+    for _, (forward, backward, same) in two:
+        assert forward == way
+        assert backward == ["start", "down'", "end", "experts'", "start", "up'", "end"]
+        assert same
 
 
 @pytest.mark.parametrize(
