@@ -55,6 +55,7 @@ def _device_guard(args: Sequence[Any]) -> contextlib.AbstractContextManager:
 
 
 _LAUNCHERS: dict[Any, dict[str, str | None]] = {}  # op -> impl -> "module:function"
+_TENSORS: dict[Any, int] = {}  # op -> number of its arguments that are tensors or None
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
 
 
@@ -87,7 +88,7 @@ class EagerCall:
 
     def __init__(self, op: Any, replay: bool) -> None:
         self.op, self.launchers = op, _LAUNCHERS[op]
-        self.replays = Replays(sum("Tensor" in str(a.type) for a in op._schema.arguments)) if replay else None
+        self.replays = Replays(_TENSORS[op]) if replay else None
 
     def __call__(self, *arguments: Any) -> Any:
         """The op's result for its arguments, which the Replay that `known` gave may follow"""
@@ -159,6 +160,7 @@ class OpLibrary:
         self.names.append(name)
         op = getattr(getattr(torch.ops, self.namespace), name).default
         _LAUNCHERS[op] = launchers
+        _TENSORS[op] = schema.split("->", 1)[0].count("Tensor")
         return op
 
 
