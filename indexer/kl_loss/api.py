@@ -66,9 +66,10 @@ def indexer_kl_loss(
                   cmp_kv and lse are not used. Not with indices=None, not with target="compressed".
     q, cmp_kv     [B, S, N, D] and [B, S3, D], or [T, N, D] and [T3, D], of one dtype: the main attention's, to compute the teacher here.
     lse           fp32 [B, S, N] or [T, N], natural log, of window, compressed blocks and sink; not used by "compressed".
-    scores        fp32 [B, S, K] or [T, K]: what lightning_indexer returned with these indices for the same q_index, k_index and weights, so
-                  that the kernels need not compute them again. Values alone, no gradient flows into them; that they match is up to the
-                  caller. The eager forms compute their own. Not with indices=None.
+    scores        fp32 [B, S, K] or [T, K]: what lightning_indexer returned with these indices, sorted or not, for the same q_index, k_index,
+                  weights, cmp_ratio, documents and offset, so that the kernels need not compute them again. Values alone: no gradient
+                  flows into them, they may come from under no_grad, and slots that do not count are not read. That they match is up
+                  to the caller. The eager forms compute their own. Not with indices=None.
     softmax_scale scale of q . cmp_kv; None is D ** -0.5.
     target        "joint": exp(z - lse), mean over heads, normalised over the slots. "compressed": a softmax over the slots for each head,
                   then their mean. "marginal": as "joint", each token weighted by its mass Z on the slots.
