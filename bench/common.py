@@ -109,17 +109,31 @@ class Captured:
         self.graph.replay()
 
 
-def count_launches(fn: Callable[[], object]) -> int:
-    """Kernels, copies and fills that one call starts on the device"""
+def count_launches(*functions: Callable[[], object]) -> list[int]:
+    """Kernels, copies and fills that one call of each starts on the device, in one session of the profiler (starting it takes longest)"""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    fn()
+    for fn in functions:
+        fn()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        fn()
-        torch.cuda.synchronize()
-    return sum(e.device_type == DeviceType.CUDA for e in trace.events())
+        for fn in functions:
+            fn()
+            torch.cuda.synchronize()
+            torch.cuda._sleep(1)  # a kernel that nothing else starts: the end of this call
+            torch.cuda.synchronize()
+    counts = [0]
+    for event in sorted((e for e in trace.events() if e.device_type == DeviceType.CUDA), key=lambda e: e.time_range.start):
+        if "spin_kernel" in event.name:
+            counts.append(0)
+        else:
+            counts[-1] += 1
+    if len(counts) == len(functions) + 1:
+        return counts[:-1]
+    if len(functions) == 1:
+        raise RuntimeError("the kernel that ends a call was not found among those profiled")
+    return [n for fn in functions for n in count_launches(fn)]
 
 
 def peak_mib(fn: Callable[[], object]) -> float:

@@ -158,8 +158,8 @@ def measure(
         def both() -> tuple[Tensor, ...]:
             return torch.autograd.grad(forward(), leaves, cotangents)
 
-        started = {"forward": count_launches(forward), "both": count_launches(both)}
-        started["backward"] = started["both"] - started["forward"]
+        in_forward, in_both = count_launches(forward, both)
+        started = {"forward": in_forward, "backward": in_both - in_forward, "both": in_both}
         for direction, fn in (("forward", forward), ("backward", backward), ("both", both)):
             launches, peak = started[direction] // count, peak_mib(fn) / count
             for graph in graphs:
