@@ -199,10 +199,14 @@ def main() -> int:
 def fill_without_device(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
+    from kernel_runtime.plan import plan_for
+
     major, minor = torch.cuda.get_device_capability(0)
     target = f"sm_{major}{minor}"
-    command = [sys.executable, "-m", "kernel_runtime.warmup", "--config", args.model, "--dtype", args.dtype, "--target", target,
-               "--cache-dir", str(folder), "--jobs", str(min(args.jobs, os.cpu_count() or 1)), "--report", "json"]  # fmt: skip
+    plan = folder.with_suffix(".json")  # the model's own: with another number of experts its kernels are not the preset's
+    plan.write_text(args.plan.read_text() if args.plan else plan_for(model_config(args.model), args.dtype).to_json())
+    command = [sys.executable, "-m", "kernel_runtime.warmup", "--config", str(plan), "--target", target, "--cache-dir", str(folder),
+               "--jobs", str(min(args.jobs, os.cpu_count() or 1)), "--report", "json"]  # fmt: skip
     begun = time.time()
     run = subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.PIPE, text=True)
     if not run.stdout.strip():
