@@ -1,0 +1,36 @@
+"""The boundary of two sublayers for sm_90, in Triton's Gluon dialect: fewer bytes than the portable kernels move. What it covers: `reason`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+TRITON_VERSIONS = ("3.6",)  # Gluon is experimental: it has changed between releases
+STREAMS, ALIGNED = 4, 64  # N, and what D must be a multiple of
+
+
+def has_gluon() -> bool:
+    import triton
+
+    return triton.__version__.startswith(tuple(f"{v}." for v in TRITON_VERSIONS))
+
+
+def covers(dtype: torch.dtype, n: int, d: int) -> bool:
+    """Whether there are kernels for such streams"""
+    return dtype == torch.bfloat16 and n == STREAMS and d % ALIGNED == 0
+
+
+@cache
+def _on_device(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or not has_gluon():
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def takes(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether the kernels here run for streams x: the one place where they and the portable ones part. Device, dtype, N and D decide, and that
+    every tensor lies at a multiple of 16 bytes, as copies of 16 bytes want it."""
+    if not (x.is_cuda and covers(x.dtype, *x.shape[-2:]) and _on_device(x.device)):
+        return False
+    return not any(t.data_ptr() % 16 for t in (x, *others))
