@@ -132,7 +132,7 @@ def list_sum_spec(dtype: torch.dtype, groups: int, D: int) -> Spec:
     return Spec(
         list_sum_kernel,
         types={**types, **dict.fromkeys(("first", "slot0", "count", "K"), "i32")},
-        consts={"GROUPS": groups, "D": D, "BD": D, "BL": 16},
+        consts={"GROUPS": groups, "D": D, "BD": min(D, 256), "BL": 32},
         targets=("cuda",),
     )
 
