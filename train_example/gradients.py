@@ -6,6 +6,7 @@ the device, done with the backward pass of the layer in 5, waits for. A multi-te
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,19 +21,21 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 def copy_in(grads: Sequence[Tensor], out: Tensor) -> None:
     """What torch._chunk_cat(grads, 0, W, out=out) does: row r of out [W, n] becomes the r-th part along dim 0 of every gradient, one behind
     the other. Dim 0 is padded with zeros to a multiple of W."""
-    targets, sources, offset = [], [], 0
-    for grad in grads:
-        flat = grad.reshape(-1)
-        width = -(-grad.shape[0] // out.shape[0]) * (grad.numel() // grad.shape[0])
-        for r, row in enumerate(out[:, offset : offset + width].unbind()):
-            part = flat[r * width : (r + 1) * width]
+    processes = out.shape[0]
+    widths = [-(-grad.shape[0] // processes) * (grad.numel() // grad.shape[0]) for grad in grads]
+    targets, sources = [], []
+    # few operators, all on the host: the device waits for it
+    for grad, width, places in zip(grads, widths, zip(*(row.split(widths) for row in out.unbind()))):
+        parts = grad.reshape(-1).split(width)
+        for place, part in itertools.zip_longest(places, parts):
+            if part is None:
+                place.zero_()
+                continue
             if part.numel() < width:
-                row[part.numel() :].zero_()
-                row = row[: part.numel()]
-            if part.numel():
-                targets.append(row)
-                sources.append(part)
-        offset += width
+                place[part.numel() :].zero_()
+                place = place[: part.numel()]
+            targets.append(place)
+            sources.append(part)
     torch._foreach_copy_(targets, sources)
 
 
