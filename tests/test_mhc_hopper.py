@@ -9,6 +9,7 @@ import torch
 import mhc_ops
 from kernel_runtime import record
 from mhc_ops import hopper
+from reference.cases import relative_error
 from reference.cases.mhc import MhcShape, make_inputs
 from tests.op_checks import gradients
 from tests.test_mhc_kernels import check
@@ -29,6 +30,25 @@ def test_what_is_covered():
     assert not any(hopper.covers(*case) for case in ((BF16, 3, 4096), (BF16, 4, 100), (torch.float16, 4, 4096)))
     x = torch.zeros(2, 4, 64, dtype=BF16)
     assert not hopper.takes(x)
+
+
+@pytest.mark.parametrize("tokens, groups", [(1, 1), (37, 6)])
+def test_second_stage_of_sums(kernel_device, tokens, groups):
+    """Sums over blocks of columns (3, no power of two) and over groups of tokens, against fp64"""
+    if not hopper.has_gluon():
+        pytest.skip("this Triton has no Gluon dialect as the kernels beside it need it")
+    from mhc_ops.hopper import bwd
+
+    d = 192
+    spec = bwd.boundary_sums_spec(d)
+    rows, m = d // bwd.BLOCK_COLUMNS, bwd.M
+    parts = [torch.randn(*size, device=kernel_device) for size in ((groups, m, 4 * d), (groups, bwd.L), (rows, tokens, 16), (rows, tokens, 4))]
+    sizes = ((m, 4 * d), (m,), (3,), (tokens, 16), (tokens, 4))
+    got = [torch.full(size, float("nan"), device=kernel_device) for size in sizes]
+    spec.launch((bwd.sum_programs(tokens, d),), *parts, *got, tokens, groups)
+    dfn, gates, dcomb, dpost = (part.double().sum(0) for part in parts)
+    for g, w in zip(got, (dfn, gates[:m], gates[m : m + 3], dcomb, dpost), strict=True):
+        assert relative_error(g, w) < 1e-6
 
 
 @pytest.mark.gpu

@@ -100,6 +100,10 @@ def boundary_sums_spec(d: int) -> Spec:
     return Spec(boundary_sums_kernel, types=types, consts=consts, targets=("cuda",), arch=90)
 
 
+def sum_programs(tokens: int, d: int) -> int:
+    return cdiv(tokens * STREAMS * STREAMS, SUM_BLOCK) + cdiv(tokens * STREAMS, SUM_BLOCK) + cdiv(STREAMS * M * d, FN_BLOCK) + 1
+
+
 class Plan(NamedTuple):
     """How the three launches start. scratch: dz, dp, its pieces, crms, pre, dfn_part, dgate_part, dcomb_part, dpost_part"""
 
@@ -120,15 +124,15 @@ def plan_of(device: torch.device, dtype: torch.dtype, d: int, tokens: int, iters
     sites = cdiv(tokens, first.consts["BT"])
     blocks, f32 = d // BLOCK_COLUMNS, torch.float32
     # one wave of two programs a multiprocessor, those that sum dz in it
-    groups = max(1, min(2 * parallelism(device) // blocks, cdiv(tokens, 16)))
+    groups = max(1, min(2 * parallelism(device) // (blocks + 1), cdiv(tokens, 16)))
     part = STREAMS * M * d
     scratch = Layout(
         (tokens * L, f32), *dp_sizes(tokens, L), (2 * tokens, f32), (0 if pre_mix else tokens * STREAMS, f32), (groups * part, f32),
         (groups * L, f32), (blocks * tokens * STREAMS * STREAMS, f32), (blocks * tokens * STREAMS, f32),
     )  # fmt: skip
-    sums = cdiv(tokens * STREAMS * STREAMS, SUM_BLOCK) + cdiv(tokens * STREAMS, SUM_BLOCK) + cdiv(part, FN_BLOCK) + 1
     return Plan(
-        first, (sites + tokens,), sites, boundary_bwd_spec(d), ((blocks + 1) * groups,), boundary_sums_spec(d), (sums,), groups, scratch
+        first, (sites + tokens,), sites, boundary_bwd_spec(d), ((blocks + 1) * groups,), boundary_sums_spec(d), (sum_programs(tokens, d),), groups,
+        scratch,
     )  # fmt: skip
 
 
