@@ -36,13 +36,10 @@ def test_sums_in_the_order_of_the_lanes(kernel_device, monkeypatch):
 
 
 # Tiles hold 64 keys, of the window and of entries apart: one less, just as many, one more; more tasks than multiprocessors where S > 132
-EDGES = [
-    (window, slots, N, D, dtype)
-    for window, slots, N, D, dtype in (
-        (1, 1, 64, 512, BF16), (63, 64, 64, 512, BF16), (64, 65, 65, 512, FP16), (65, 128, 1, 512, BF16),
-        (128, 63, 64, 256, FP16), (129, 129, 33, 128, BF16),
-    )
-]  # fmt: skip
+EDGES = (
+    (9, 1, 64, 512, BF16), (63, 64, 64, 512, BF16), (64, 65, 65, 512, FP16), (65, 128, 3, 512, BF16), (128, 63, 64, 256, FP16),
+    (129, 129, 33, 128, BF16),
+)  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -55,9 +52,8 @@ def test_edges_of_tiles(window, slots, N, D, dtype, monkeypatch):
     want = expected(inputs, dout, "scfa")
     poison_empty(monkeypatch)
     for deterministic in (False, True):
-        # a query with one key: its dq is what the rounding of out leaves of dP - delta
-        names = [name for name in want if name != "dq" or window > 1]
-        check(run(inputs, one, dout, deterministic), {name: want[name] for name in names}, dtype)
+        # with few keys a query delta of the rounded out weighs more
+        check(run(inputs, one, dout, deterministic), want, dtype, factor=2.0 if window < 16 else 1.0)
 
 
 @pytest.mark.gpu
