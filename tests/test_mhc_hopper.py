@@ -52,7 +52,7 @@ def test_second_stage_of_sums(kernel_device, tokens, groups):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens, d", [(1, 64), (16, 128), (37, 192), (700, 256), (333, 2560), (129, 4096), (65, 7168)])
+@pytest.mark.parametrize("tokens, d", [(1, 64), (16, 192), (37, 192), (700, 192), (129, 4096), (65, 7168)])
 def test_against_fp64(monkeypatch, tokens, d):
     """Tails of tiles, of blocks of columns and of groups; more groups than tiles"""
     check("cuda", monkeypatch, "hc_post_pre", MhcShape(1, tokens, 4, d), BF16)
@@ -63,14 +63,14 @@ def test_against_fp64(monkeypatch, tokens, d):
 @pytest.mark.parametrize("with_pre_mix, return_pre", [(True, None), (False, True)])
 def test_conventions_and_single_pass(monkeypatch, convention, with_pre_mix, return_pre):
     check(
-        "cuda", monkeypatch, "hc_post_pre", MhcShape(2, 50, 4, 320), BF16, with_pre_mix=with_pre_mix, return_pre=return_pre,
+        "cuda", monkeypatch, "hc_post_pre", MhcShape(2, 50, 4, 192), BF16, with_pre_mix=with_pre_mix, return_pre=return_pre,
         convention=convention, iters=4, logit_std=3.0,
     )  # fmt: skip
 
 
 @pytest.mark.gpu
 def test_two_runs_are_equal():
-    inputs = list(make_inputs("hc_post_pre", MhcShape(1, 900, 4, 512), device="cuda").values())
+    inputs = list(make_inputs("hc_post_pre", MhcShape(1, 900, 4, 192), device="cuda").values())
     runs = [gradients(mhc_ops.hc_post_pre, inputs) for _ in range(2)]
     for a, b in zip(*((*outputs, *grads) for outputs, grads in runs), strict=True):
         assert torch.equal(a, b)
