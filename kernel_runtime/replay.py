@@ -103,7 +103,7 @@ class Replay:
             start(*grid, stream, *options, *pick(addresses), *tail)
         if self.single:
             return made[self.results[0]]
-        return [None if i is None else made[i] for i in self.results]
+        return tuple([None if i is None else made[i] for i in self.results])
 
 
 def record(launcher: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Replay | None]:

@@ -1,6 +1,7 @@
 """The host side of a boundary in both directions, over shapes that come again: every direct launch is the one that Triton would make, and
 every replay launches what the launcher does."""
 
+import importlib
 import itertools
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 
 from kernel_runtime import interpreting, replay
 from kernel_runtime.workspace import Piece
+from reference.cases.mhc import OPS
 from tests.warmup_tools import fake_driver
 
+FOLDERS = ("bmm", "boundary", "gates", "head", "post", "pre", "project", "sinkhorn")
 pytestmark = pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing is launched")
 N, D, M = 2, 16, 8
 
@@ -36,17 +39,12 @@ def driver(monkeypatch, tmp_path):
     from triton.backends.compiler import GPUTarget
 
     from kernel_runtime import direct
-    from mhc_ops.boundary import bwd, fwd
-    from mhc_ops.pre import bwd as pre_bwd
-    from mhc_ops.pre import fwd as pre_fwd
-    from mhc_ops.project import bwd as project_bwd
-    from mhc_ops.project import fwd as project_fwd
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(direct, "supported", lambda: True)
     monkeypatch.setattr(direct, "_device", lambda: 0, raising=False)
     monkeypatch.setattr(direct, "_stream", lambda device: 0)
-    values = [v for m in (fwd, bwd, pre_fwd, pre_bwd, project_fwd, project_bwd) for v in vars(m).values()]
+    modules = [importlib.import_module(f"mhc_ops.{name}.{part}") for name in FOLDERS for part in ("fwd", "bwd")]
+    values = [v for m in modules for v in vars(m).values()]
 
     def forget():
         """Specs that were asked already whether they can be launched directly, and kernels of another driver"""
@@ -140,7 +138,7 @@ class Calls:
             seen.append((grid, stream, function, args))
         first = min(scratch, default=0)
         name = lambda a: ins.get(a) or outs.get(a) or (("scratch", a - first) if a in scratch else a)  # noqa: E731 - used once
-        shapes = [None if t is None else (t.shape, t.stride(), t.dtype) for t in out]
+        shapes = type(out), [None if t is None else (t.shape, t.stride(), t.dtype) for t in out]
         return [(grid, stream, function, [name(a) for a in args]) for grid, stream, function, args in seen], shapes, found is not None
 
 
@@ -294,3 +292,29 @@ def test_a_replay_fills_new_memory_where_torch_does(driver, monkeypatch):
         assert found(tensors).isnan().all()  # nothing runs here that would write it
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "hc_expand"])
+def test_replays_are_differentiable(driver, monkeypatch, op):
+    """Of every public function, in both directions, from the third call on; no kernel runs, so shapes and None are what there is to see."""
+    import mhc_ops
+    from kernel_runtime import impl, ops
+    from reference.cases.mhc import MhcShape, make_inputs
+
+    Calls(driver, monkeypatch)
+    monkeypatch.setattr(impl, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(ops, "_on_current_device", lambda arguments: True)
+    count, run = [], replay.Replay.__call__
+    monkeypatch.setattr(replay.Replay, "__call__", lambda self, tensors: (count.append(1), run(self, tensors))[1])
+    modules = [importlib.import_module(f"mhc_ops.{name}.op") for name in FOLDERS]
+    for call in [c for m in modules for c in vars(m).values() if isinstance(c, ops.EagerCall)]:
+        monkeypatch.setattr(call, "replays", replay.Replays(call.replays.tensors))
+    inputs = [t.requires_grad_() for t in make_inputs(op, MhcShape(1, 3, 4, D), dtype=torch.float32).values()]
+    found = []
+    for _ in range(4):
+        out = getattr(mhc_ops, op)(*inputs)
+        outputs = [o for o in ((out,) if isinstance(out, torch.Tensor) else out) if o.requires_grad]
+        grads = torch.autograd.grad(outputs, inputs, [torch.ones_like(o) for o in outputs])
+        found.append([(type(out), len(outputs)), *((t.shape, t.dtype, t.stride()) for t in (*outputs, *grads))])
+    assert len(outputs) and found[1:] == found[:1] * 3
+    assert len(count) == 4
