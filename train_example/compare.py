@@ -180,13 +180,15 @@ def main(argv: list[str] | None = None) -> int:
         raw = {name: compare(args.run_a, run)["loss"] for name, run in list(runs.items())[1:]}
         smoothed = {name: smoothed_difference(args.run_a, runs[name]) for name in raw}
         means = {name: mean_signed(args.run_a, runs[name]) for name, differences in raw.items() if differences}
+        changes = {name: other_settings(args.run_a, runs[name]) for name in raw}
+        texts_differ = other_texts(args.run_a, args.run_b)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name, run in list(runs.items())[1:]:
-        if changes := other_settings(args.run_a, run):
-            print(f"settings of {name}: {', '.join(changes)}")
-    if other_texts(args.run_a, args.run_b):
+    for name, differing in changes.items():
+        if differing:
+            print(f"settings of {name}: {', '.join(differing)}")
+    if texts_differ:
         print("the runs read different texts (environment.json): differences say little")
     if args.steps:
         print("step " + " ".join(f"{key:>12}" for key in QUANTITIES))
