@@ -40,8 +40,11 @@ def test_two_gpus_equal_one_and_the_trace_tells_the_groups_apart(tmp_path):
         start(tmp_path / "one", 1, *eager, "--batch", "4"),
         start(tmp_path / "own", 2, *eager, "--batch", "2", "--profile", "3:5"),
         start(tmp_path / "shared", 2, *eager, "--batch", "2", "--profile", "3:5", "--ep-group", "shared", "--prefetch", "0"),
+        start(tmp_path / "again", 2, *eager, "--batch", "2", "--recompute", "layer", "--reshard", "never"),
     ]
     end(*runs)
+    again = compare.compare(tmp_path / "own", tmp_path / "again")["loss"]
+    assert len(again) == 4 and max(value for _, value in again) < 1e-6, again
     for name in ("own", "shared"):
         differences = compare.compare(tmp_path / "one", tmp_path / name)["loss"]
         assert len(differences) == 4 and max(value for _, value in differences) < 1e-3, differences
