@@ -22,10 +22,35 @@ PARTIAL_BYTES = 1 << 30  # of the rows of dk that wait for their owners
 
 
 @triton.jit
+def weighted_piece(q_rows, place, w, some, first: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """w q: C channels of every head, from `first` on."""
+    c = first + tl.arange(0, C)
+    piece = tl.load(q_rows + place + c[None, :], mask=some[:, None] & (c < D)[None, :], other=0.0)
+    return (piece.to(tl.float32) * w[:, None]).to(q_rows.dtype.element_ty)
+
+
+@triton.jit
+def add_piece(
+    out, place, on, ds, piece, peak, first: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BS: tl.constexpr, ATOMIC: tl.constexpr,
+    SHRINK: tl.constexpr,
+):  # fmt: skip
+    """dS' (w q) of C channels, to the rows of dk at `place` or into rows of their own."""
+    c = first + tl.arange(0, C)
+    part = product(ds, piece, tl.zeros([BS, C], tl.float32))
+    if SHRINK:
+        part *= peak
+    mask = on[:, None] & (c < D)[None, :]
+    if ATOMIC:
+        tl.atomic_add(out + place[:, None] * D + c[None, :], part, mask=mask, sem="relaxed")
+    else:
+        tl.store(out + place[:, None] * D + c[None, :], part.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def gradients_of_query(
     q, k, weights, indices, dscores, span, dq, dk, owners, dweights, row, local, h0, S, S3,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """HB heads of query `row`, the `local`-th of a piece. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D], whose
     keys go into owners [queries, K], -1 where a row adds to none. Offsets within a query's slots and a batch entry's keys fit 32 bits."""
@@ -41,6 +66,7 @@ def gradients_of_query(
     counts = every != 0.0
     used = tl.max(tl.where(counts, slot + 1, 0), 0)
     spare = tl.max(tl.where(counts, listed, 0), 0)  # a row that is read anyway, in place of those of slots that do not count
+    peak = 1.0
     if SHRINK:  # dI is held between -1 and 1, so that fp16 neither overflows nor loses small gradients
         peak = tl.max(tl.abs(every), 0)
         shrink = tl.where(peak > 0.0, 1.0 / tl.where(peak > 0.0, peak, 1.0), 0.0)
@@ -50,18 +76,18 @@ def gradients_of_query(
 
     head = (h0 + tl.program_id(1)) * HB + tl.arange(0, HB)
     d = tl.arange(0, DP)
-    C: tl.constexpr = DP // HALVES
-    c = tl.arange(0, C)
+    some = head < H
+    C: tl.constexpr = DP // PARTS
     q_rows = q + row * H * D
     place = head[:, None] * D
-    q_tile = tl.load(q_rows + place + d[None, :], mask=(head < H)[:, None] & (d < D)[None, :], other=0.0)
-    q_t = tl.trans(q_tile)
-    w = tl.load(weights + row * H + head, mask=head < H, other=0.0).to(tl.float32)
-    left = tl.load(q_rows + place + c[None, :], mask=(head < H)[:, None] & (c < D)[None, :], other=0.0)
-    left = (left.to(tl.float32) * w[:, None]).to(q_tile.dtype)
-    if HALVES == 2:
-        right = tl.load(q_rows + place + C + c[None, :], mask=(head < H)[:, None] & (C + c < D)[None, :], other=0.0)
-        right = (right.to(tl.float32) * w[:, None]).to(q_tile.dtype)
+    q_t = tl.trans(tl.load(q_rows + place + d[None, :], mask=some[:, None] & (d < D)[None, :], other=0.0))
+    w = tl.load(weights + row * H + head, mask=some, other=0.0).to(tl.float32)
+    piece0 = weighted_piece(q_rows, place, w, some, 0, D, C)
+    if PARTS >= 2:
+        piece1 = weighted_piece(q_rows, place, w, some, C, D, C)
+    if PARTS == 4:
+        piece2 = weighted_piece(q_rows, place, w, some, 2 * C, D, C)
+        piece3 = weighted_piece(q_rows, place, w, some, 3 * C, D, C)
     k_rows = k + first * D
     if ATOMIC:
         out = dk + first * D
@@ -86,26 +112,20 @@ def gradients_of_query(
             block = tl.load(k_rows + index[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
         s = product(block, q_t, tl.zeros([BS, HB], tl.float32))
         ds = tl.where(s > 0.0, grad[:, None], 0.0).to(block.dtype)
+        if EARLY:
+            sums = product(tl.trans(ds), block, sums)
         if ATOMIC:
-            here = index[:, None] * D + c[None, :]
+            here = index
         else:
-            here = (j + n)[:, None] * D + c[None, :]
-        part = product(ds, left, tl.zeros([BS, C], tl.float32))
-        if SHRINK:
-            part *= peak
-        if ATOMIC:
-            tl.atomic_add(out + here, part, mask=on[:, None] & (c < D)[None, :], sem="relaxed")
-        else:
-            tl.store(out + here, part.to(dk.dtype.element_ty), mask=on[:, None] & (c < D)[None, :])
-        if HALVES == 2:
-            part = product(ds, right, tl.zeros([BS, C], tl.float32))
-            if SHRINK:
-                part *= peak
-            if ATOMIC:
-                tl.atomic_add(out + C + here, part, mask=on[:, None] & (C + c < D)[None, :], sem="relaxed")
-            else:
-                tl.store(out + C + here, part.to(dk.dtype.element_ty), mask=on[:, None] & (C + c < D)[None, :])
-        sums = product(tl.trans(ds), block, sums)
+            here = j + n
+        add_piece(out, here, on, ds, piece0, peak, 0, D, C, BS, ATOMIC, SHRINK)
+        if PARTS >= 2:
+            add_piece(out, here, on, ds, piece1, peak, C, D, C, BS, ATOMIC, SHRINK)
+        if PARTS == 4:
+            add_piece(out, here, on, ds, piece2, peak, 2 * C, D, C, BS, ATOMIC, SHRINK)
+            add_piece(out, here, on, ds, piece3, peak, 3 * C, D, C, BS, ATOMIC, SHRINK)
+        if not EARLY:
+            sums = product(tl.trans(ds), block, sums)
     if SHRINK:
         sums *= peak
     again = tl.load(q_rows + place + d[None, :], mask=(head < H)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
@@ -117,14 +137,14 @@ def gradients_of_query(
 def gradients_kernel(
     q, k, weights, indices, dscores, span, dq, dk, owners, dweights, r0, h0, S, S3,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a query and block of heads."""
     row = (r0 + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # later queries hold more slots and go first
     local = tl.num_programs(0) - 1 - tl.program_id(0)
     gradients_of_query(
         q, k, weights, indices, dscores, span, dq, dk, owners, dweights, row, local, h0, S, S3,
-        H, HB, D, DP, K, P, TABLE, ATOMIC, SHRINK, BS, HALVES, STAGES,
+        H, HB, D, DP, K, P, TABLE, ATOMIC, SHRINK, BS, PARTS, EARLY, STAGES,
     )  # fmt: skip
 
 
@@ -132,14 +152,14 @@ def gradients_kernel(
 def gradients_ascend_kernel(
     q, k, weights, indices, dscores, span, dq, dk, owners, dweights, r0, h0, S, S3, tasks,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program works through queries; the grid's second size is 1. Partial rows alone: Ascend would add element by element."""
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         local = tasks - 1 - task
         gradients_of_query(
             q, k, weights, indices, dscores, span, dq, dk, owners, dweights, (r0 + local).to(tl.int64), local, h0, S, S3,
-            H, HB, D, DP, K, P, TABLE, ATOMIC, SHRINK, BS, HALVES, STAGES,
+            H, HB, D, DP, K, P, TABLE, ATOMIC, SHRINK, BS, PARTS, EARLY, STAGES,
         )  # fmt: skip
 
 
@@ -177,6 +197,8 @@ def gradients_spec(
     """owners: dtype of the list of keys that goes with rows of their own; None adds atomically."""
     name = TRITON_DTYPE[dtype]
     padded = max(16, triton.next_power_of_2(dim))
+    wide, rows = dtype == torch.float32 or npu, owners is not None
+    parts = 1 if padded < 128 else 2 if wide else 4  # small pieces need few registers, and little shared memory to be turned in
     return Spec(
         gradients_ascend_kernel if npu else gradients_kernel,
         types={
@@ -187,8 +209,8 @@ def gradients_spec(
         },
         consts={
             "H": heads, "HB": max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim, "DP": padded, "K": topk,
-            "P": max(16, triton.next_power_of_2(topk)), "TABLE": table, "ATOMIC": owners is None, "SHRINK": dtype == torch.float16,
-            "BS": 32 if dtype == torch.float32 else 64, "HALVES": 2 if padded == 128 else 1, "STAGES": 1 if owners is None else 2,
+            "P": max(16, triton.next_power_of_2(topk)), "TABLE": table, "ATOMIC": not rows, "SHRINK": dtype == torch.float16,
+            "BS": 32 if dtype == torch.float32 else 64, "PARTS": parts, "EARLY": rows and not wide, "STAGES": (2 if wide else 3) if rows else 1,
         },
         num_warps=4,
         # three programs on a multiprocessor instead of two, for a few registers that are spilled outside the loop

@@ -247,7 +247,7 @@ def test_teacher_by_slots_and_by_whole_rows(kernel_device, monkeypatch, whole, t
 
 
 def test_where_whole_rows_pay():
-    """Up to twice as many visible blocks as selected ones."""
+    """Up to 1.6 times as many visible blocks as selected ones."""
     from indexer.kl_loss.fwd import whole_rows_pay
 
     sizes = ((4096, 512, 0, True), (8192, 512, 0, False), (16384, 2048, 0, True), (16, 512, 16000, False), (8, 512, 0, True))
@@ -255,7 +255,7 @@ def test_where_whole_rows_pay():
         keys = (queries + offset) // 4
         visible = [min(keys, (t + offset + 1) // 4) for t in range(queries)]
         assert whole_rows_pay(queries, keys, slots, 4, offset) == pays
-        assert pays == (sum(visible) <= 2 * sum(min(v, slots) for v in visible))
+        assert pays == (sum(visible) <= 1.6 * sum(min(v, slots) for v in visible))
 
 
 @pytest.mark.parametrize("how, runs", [("full", 2), ("policy", 1)])

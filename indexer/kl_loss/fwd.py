@@ -247,13 +247,13 @@ def _loss_of_rows(
 
 
 def whole_rows_pay(queries: int, keys: int, slots: int, cmp_ratio: int, q_offset: int) -> bool:
-    """Whether the teacher of all visible blocks costs less than one that gathers the slots: a slot takes 2.2 times as long (H200)."""
+    """Whether the teacher of all visible blocks costs less than one that gathers the slots: a slot takes 1.6 times as long (H200)."""
     last = min(keys, max(0, q_offset + queries) // cmp_ratio)
     first = min(keys, max(0, q_offset + 1) // cmp_ratio)
     visible = (first + last) / 2  # of a mean row, taken to grow evenly
     short = min(1.0, (slots - first) / (last - first)) if last > first else float(slots >= first)  # share of the rows that hold all they see
     selected = slots if slots <= first else short * (first + min(slots, last)) / 2 + (1 - short) * slots
-    return visible <= 2 * selected
+    return visible <= 1.6 * selected
 
 
 def _whole_teacher(

@@ -211,7 +211,8 @@ def slot_teacher_spec(
     name = TRITON_DTYPE[dtype]
     wide = dtype == torch.float32
     padded = triton.next_power_of_2(dim)
-    block, tile = (ASCEND_HEADS, ASCEND_SLOTS) if npu else (BLOCK_HEADS, 128)
+    # 64 slots a tile and not 128: two programs then fit a multiprocessor, and one loads while the other multiplies
+    block, tile = (ASCEND_HEADS, ASCEND_SLOTS) if npu else (BLOCK_HEADS, 64)
     return Spec(
         slot_teacher_kernel,
         types={"q": f"*{name}", "cmp_kv": f"*{name}", "lse": "*fp32", "indices": "*i32", "span": "*i32", "teacher": "*fp32"}
@@ -222,7 +223,7 @@ def slot_teacher_spec(
             "SPLIT": 2 if padded > 256 else 1, "K": slots, "P": max(16, triton.next_power_of_2(slots)), "R": cmp_ratio, "TABLE": table,
             "OWN": own, "BS": 32 if wide else tile, "STAGES": 1, "LOOP": npu,
         },
-        num_warps=4 if wide else 8,
+        num_warps=4,
         targets=NPU_TARGETS if npu else GPU_TARGETS,
     )  # fmt: skip
 
