@@ -44,7 +44,8 @@ CASES = (
     case("cfa_3_dense_pack", "cfa", 3, 512, docs_q=(97, 0, 131, 2), cmp_ratio=8, window=128, sinks="extreme"),
     case("cfa_16_dense_d256", "cfa", 16, 256, FP16, docs_q=(30, 0, 70), docs_ori=(90, 20, 171), cmp_ratio=10, window=50),
     case("swa_16_dense_d256", "swa", 16, 256, S=141, q_offset=-9, B=2, window=128),
-    case("swa_64_dense_steps", "swa", 64, 256, S=1403, window=31),  # programs of two steps and more
+    case("swa_64_dense_steps", "swa", 64, 256, S=1403, window=31, sinks="none"),  # programs of two steps and more
+    case("swa_128_dense", "swa", 128, 512, S=133, window=100),
     case("cfa_20_negative_scale", "cfa", 20, 512, S=77, cmp_ratio=7, window=40, softmax_scale=-0.05),  # left to the general kernel
     case("scfa_16_d256", "scfa", 16, 256, FP16, S=131, K=70, window=45),
     case("scfa_64_d256", "scfa", 64, 256, S=131, K=40, window=130, q_offset=-9),

@@ -5,9 +5,9 @@ STEP queries whose windows together fit into RING keys; it goes through its tile
 k % RING and two steps fit, so a step's new keys are loaded while the one before it is still going on. Entries, at most ENTRIES_MAX for any
 query, stay in shared memory too; when a step sees other ones than the step before, they are loaded once that one is over.
 
-Tiles go to the two consumers in turn. q of a tile comes in chunks of CHUNK channels through one ring of slots that both consumers share, so
-that whoever computes S has all of it and a whole tile (half a tile beside entries) is under way while the other one is at its softmax and
-output. It also keeps the consumers a phase apart: the second one's first chunk takes the slot of the first one's.
+Tiles go to the two consumers in turn. q of a tile comes in pairs of chunks of CHUNK channels through one ring of slots that both consumers
+share, so that whoever computes S has all of it and a whole tile (half a tile beside entries) is under way while the other one is at its
+softmax and output. It also keeps the consumers a phase apart: the second one's first pair takes the slots of the first one's.
 
 A key of a step that some of its queries do not see meets a weight of 0 there: a NaN in it reaches those queries. Keys that no query of the
 step sees are not read.
@@ -28,7 +28,6 @@ RING_B = gl.constexpr(16)
 RING = gl.constexpr(144)
 CHUNK = gl.constexpr(64)
 WINDOW_MAX, ENTRIES_MAX = 128, 32
-FACTS = gl.constexpr(4)  # int32 numbers of a step: its end, its first key, its first entry
 
 
 def dense_supports(D: int, window: int | None, entries: int) -> bool:
@@ -68,7 +67,10 @@ def step_of(first, end, places, COMPRESSED: gl.constexpr, WARPS: gl.constexpr):
     entries = 0
     if COMPRESSED:
         entries = gl.max(gl.where(r < last, cmp_stop, cmp_begin), 0) - cmp_begin
-    return last, low, high, cmp_begin, entries
+    seen = stop
+    if COMPRESSED:
+        seen = cmp_stop - cmp_begin
+    return last, low, high, cmp_begin, entries, begin, stop, seen
 
 
 @gluon.jit
@@ -87,31 +89,34 @@ def new_ring(dtype: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def new_slot_barriers(count: gl.constexpr):
-    """One for each slot of q's ring, which has 4 or 8."""
-    return (
-        new_barrier(count), new_barrier(count), new_barrier(count), new_barrier(count),
-        new_barrier(count), new_barrier(count), new_barrier(count), new_barrier(count),
-    )  # fmt: skip
+def new_pair_barriers(count: gl.constexpr, PAIRS: gl.constexpr):
+    """One for each pair of slots of q's ring, which has 2 or 4 of them. None may be left unused: what is allocated after a barrier that no
+    warpgroup waits for gets its place, and is overwritten when the barrier is made."""
+    if PAIRS == 2:
+        return (new_barrier(count), new_barrier(count))
+    else:
+        return (new_barrier(count), new_barrier(count), new_barrier(count), new_barrier(count))
 
 
 @gluon.jit
-def wait_slot(bars, j: gl.constexpr, g, parity, SLOTS: gl.constexpr):
-    """Waits for the barrier of the slot of chunk 4 g + j."""
-    if SLOTS == 4:
-        mbarrier.wait(bars[j], parity)
+def wait_pair(bars, p: gl.constexpr, g, parity, PAIRS: gl.constexpr):
+    """Waits for the barrier of the slots of chunks 4 g + 2 p and the next."""
+    if PAIRS == 2:
+        mbarrier.wait(bars[p], parity)
     else:
-        mbarrier.wait(bars[j], parity, pred=g == 0)
-        mbarrier.wait(bars[j + 4], parity, pred=g == 1)
+        mbarrier.wait(bars[p], parity, pred=g == 0)
+        mbarrier.wait(bars[p + 2], parity, pred=g == 1)
 
 
 @gluon.jit
-def free_slot(bars, j: gl.constexpr, g, SLOTS: gl.constexpr):
-    if SLOTS == 4:
-        mbarrier.arrive(bars[j], count=1)
+def free_pair(bars, p: gl.constexpr, g, PAIRS: gl.constexpr):
+    if PAIRS == 2:
+        mbarrier.arrive(bars[p], count=1)
     else:
-        mbarrier.arrive(bars[j], count=1, pred=g == 0)
-        mbarrier.arrive(bars[j + 4], count=1, pred=g == 1)
+        if g == 0:  # a branch, since every arrival synchronises the warpgroup, a predicated one too
+            mbarrier.arrive(bars[p], count=1)
+        else:
+            mbarrier.arrive(bars[p + 2], count=1)
 
 
 @gluon.jit
@@ -121,9 +126,31 @@ def new_step_barriers(count: gl.constexpr):
 
 
 @gluon.jit
-def new_facts():
+def new_numbers():
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return (gl.allocate_shared_memory(gl.int32, [FACTS], layout), gl.allocate_shared_memory(gl.int32, [FACTS], layout))
+    return (gl.allocate_shared_memory(gl.int32, [STEP, 1], layout), gl.allocate_shared_memory(gl.int32, [STEP, 1], layout))
+
+
+@gluon.jit
+def new_facts():
+    """Of even and odd steps: end, first key, first entry; begin and end of its queries' windows, number of their entries."""
+    return new_numbers(), new_numbers(), new_numbers(), new_numbers()
+
+
+@gluon.jit
+def as_row(numbers):
+    return numbers._reinterpret(gl.int32, [STEP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def number(numbers, i, step):
+    """Number i of a step, from shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    if step % 2 == 0:
+        x = numbers[0].index(i).load(layout)
+    else:
+        x = numbers[1].index(i).load(layout)
+    return gl.sum(x, 0)
 
 
 @gluon.jit
@@ -133,32 +160,31 @@ def wait_step(bars, step, parity):
 
 
 @gluon.jit
-def tell_step(step, facts, told, last, low, cmp_begin):
-    """What the other warpgroups need to know of a step. They would wait twice for device memory to find it out themselves."""
-    i = gl.arange(0, FACTS, layout=gl.BlockedLayout([1], [32], [2], [0]))
+def tell_step(step, facts, told, last, low, cmp_begin, begin, stop, seen, COMPRESSED: gl.constexpr):
+    """What the other warpgroups need to know of a step. They would wait for device memory to find it out themselves."""
+    i = gl.arange(0, STEP, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     value = gl.where(i == 0, last, gl.where(i == 1, low, cmp_begin))
     if step % 2 == 0:
-        facts[0].store(value)
+        as_row(facts[0][0]).store(value)
+        as_row(facts[1][0]).store(begin)
+        as_row(facts[2][0]).store(stop)
+        if COMPRESSED:
+            as_row(facts[3][0]).store(seen)
         mbarrier.arrive(told[0], count=1)
     else:
-        facts[1].store(value)
+        as_row(facts[0][1]).store(value)
+        as_row(facts[1][1]).store(begin)
+        as_row(facts[2][1]).store(stop)
+        if COMPRESSED:
+            as_row(facts[3][1]).store(seen)
         mbarrier.arrive(told[1], count=1)
 
 
 @gluon.jit
-def hear_step(step, facts, told, WARPS: gl.constexpr):
+def hear_step(step, facts, told):
     """End of a step, its first key, its first entry."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    i = gl.arange(0, FACTS, layout=layout)
     wait_step(told, step, (step >> 1) & 1)
-    if step % 2 == 0:
-        value = facts[0].load(layout)
-    else:
-        value = facts[1].load(layout)
-    last = gl.sum(gl.where(i == 0, value, 0), 0)
-    low = gl.sum(gl.where(i == 1, value, 0), 0)
-    cmp_begin = gl.sum(gl.where(i == 2, value, 0), 0)
-    return last, low, cmp_begin
+    return number(facts[0], 0, step), number(facts[0], 1, step), number(facts[0], 2, step)
 
 
 @gluon.jit
@@ -224,9 +250,9 @@ def key_producer(ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, t
     held_entries = -1
     step = 0
     while query < last_query:
-        last, low, high, cmp_begin, entries = step_of(query, last_query, places, ENTRIES > 0, 2)
+        last, low, high, cmp_begin, entries, begin, stop, seen = step_of(query, last_query, places, ENTRIES > 0, 2)
         wait_step(k_empty, step, ((step >> 1) & 1) ^ 1)
-        tell_step(step, facts, told, last, low, cmp_begin)
+        tell_step(step, facts, told, last, low, cmp_begin, begin, stop, seen, ENTRIES > 0)
         block = held_high % RING // 8
         blocks = gl.where(high > held_high, gl.cdiv(held_high % 8 + high - held_high, 8), 0)
         kept = held_low
@@ -257,10 +283,10 @@ def key_producer(ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, t
 
 
 @gluon.jit
-def q_producer(q, rows, zero, slots, full_0, full_1, empty, facts, told, N: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr):
-    """q of all tiles in order, chunk c of a tile in slot c % SLOTS. A slot has a full barrier for each consumer, as each waits for its own
-    tiles alone and would take the phase of one of the other's for its own."""
-    USES: gl.constexpr = D // CHUNK // SLOTS  # of a slot by a tile
+def q_producer(q, rows, zero, slots, full_0, full_1, empty, facts, told, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr):
+    """q of all tiles in order, chunk c of a tile in slot c % (2 PAIRS). A pair of slots has a full barrier for each consumer, as each waits
+    for its own tiles alone and would take the phase of one of the other's for its own."""
+    USES: gl.constexpr = D // CHUNK // (2 * PAIRS)  # of a slot by a tile
     layout: gl.constexpr = copy_layout_for(CHUNK, 2)
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
@@ -268,21 +294,22 @@ def q_producer(q, rows, zero, slots, full_0, full_1, empty, facts, told, N: gl.c
     tiles_before = 0
     step = 0
     while query < last_query:
-        last, _, _ = hear_step(step, facts, told, 2)
+        last, _, _ = hear_step(step, facts, told)
         tiles = gl.cdiv((last - query) * N, 64)
         row_end = last.to(gl.int64) * N
         for tile in range(tiles):
             row = query.to(gl.int64) * N + tile * 64 + n
             on = row < row_end
             ptrs = q + gl.where(on, row, 0)[:, None] * D + d[None, :]
-            for c in gl.static_range(D // CHUNK):
-                use = (tiles_before + tile) * USES + c // SLOTS
-                mbarrier.wait(empty[c % SLOTS], (use & 1) ^ 1)
-                async_copy.async_copy_global_to_shared(slots.index(tile * zero + c % SLOTS), ptrs + c * CHUNK, mask=on[:, None])
+            for p in gl.static_range(D // CHUNK // 2):
+                use = (tiles_before + tile) * USES + p // PAIRS
+                mbarrier.wait(empty[p % PAIRS], (use & 1) ^ 1)
+                for c in gl.static_range(2 * p, 2 * p + 2):
+                    async_copy.async_copy_global_to_shared(slots.index(tile * zero + c % (2 * PAIRS)), ptrs + c * CHUNK, mask=on[:, None])
                 if (tiles_before + tile) % 2 == 0:
-                    async_copy.mbarrier_arrive(full_0[c % SLOTS], increment_count=False)
+                    async_copy.mbarrier_arrive(full_0[p % PAIRS], increment_count=False)
                 else:
-                    async_copy.mbarrier_arrive(full_1[c % SLOTS], increment_count=False)
+                    async_copy.mbarrier_arrive(full_1[p % PAIRS], increment_count=False)
         tiles_before += tiles
         step += 1
         query = last

@@ -8,9 +8,9 @@
 Shared memory at D = 512, 225 KB: keys 144; q 64, or q 32 and entries 32; staging of the output 16.
 
 Barriers
-    full_0, full_1, empty   of the slots of q: 64 arrivals (each producer thread's own cp.async group), and 1, from the consumer that read it
+    full_0, full_1, empty   of a pair of slots of q: 64 arrivals (each producer thread's own cp.async group), and 1, of the consumer that read it
     told[2]                 what a step is stands in shared memory: 1 arrival of the key producer, for even and odd steps
-    k_full[2], k_empty[2]   the keys of a step: 64 arrivals, and 2, from both consumers; for even and odd steps, since the producer is one ahead
+    k_full[2], k_empty[2]   the keys of a step: 64 arrivals, and 2, of both consumers; for even and odd steps, since the producer is one ahead
 """
 
 from __future__ import annotations
@@ -33,49 +33,47 @@ from sparse_attn.shared_kv.hopper.dense import (
     RING_B,
     UNIT,
     free_keys,
-    free_slot,
+    free_pair,
     hear_step,
     key_producer,
     new_facts,
+    new_pair_barriers,
     new_ring,
-    new_slot_barriers,
     new_step_barriers,
+    number,
     q_producer,
     queries_of_program,
     slot_keys,
     take_keys,
-    wait_slot,
+    wait_pair,
 )
-from sparse_attn.shared_kv.hopper.fwd import with_sink
+from sparse_attn.shared_kv.hopper.fwd import load_sink, with_sink
 
 
 @gluon.jit
-def score_chunk(
-    c: gl.constexpr, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, empty, ENTRIES: gl.constexpr, SLOTS: gl.constexpr
-):  # fmt: skip
-    """S += q K^T over chunk c of a group of four. The products of a chunk run on while the next one is issued; only then are they waited for
-    and their slots free."""
-    TILES: gl.constexpr = 1 if ENTRIES else 0
-    at = g * 4 + c + z
-    wait_slot(full, c, g, parity, SLOTS)
+def score_pair(p: gl.constexpr, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, ENTRIES: gl.constexpr, PAIRS: gl.constexpr):
+    """S += q K^T over two chunks of a group of four; the products are issued and not waited for."""
+    wait_pair(full, p, g, parity, PAIRS)
     fence_async_shared()
-    if SLOTS == 4:
-        x = slots.index(z + c)
-    else:
-        x = slots.index(at)
-    sa = warpgroup_mma(x, ring_a.index(at).permute((1, 0)), sa, is_async=True)
-    sb = warpgroup_mma(x, ring_b.index(at).permute((1, 0)), sb, is_async=True)
-    if TILES == 1:
-        se = warpgroup_mma(x, entry_s.index(at).permute((1, 0)), se, is_async=True)
-    LEFT: gl.constexpr = 0 if c == 3 else 2 + TILES  # products of this chunk; none may run on into the next pass of the loop
-    if TILES == 0:
-        sa, sb = warpgroup_mma_wait(LEFT, deps=[sa, sb])
-    else:
+    for c in gl.static_range(2 * p, 2 * p + 2):
+        at = g * 4 + c + z
+        if PAIRS == 2:
+            x = slots.index(z + c)
+        else:
+            x = slots.index(at)
+        sa = warpgroup_mma(x, ring_a.index(at).permute((1, 0)), sa, is_async=True)
+        sb = warpgroup_mma(x, ring_b.index(at).permute((1, 0)), sb, is_async=True)
+        if ENTRIES > 0:
+            se = warpgroup_mma(x, entry_s.index(at).permute((1, 0)), se, is_async=True)
+    return sa, sb, se
+
+
+@gluon.jit
+def scores_done(sa, sb, se, LEFT: gl.constexpr, ENTRIES: gl.constexpr):
+    if ENTRIES > 0:
         sa, sb, se = warpgroup_mma_wait(LEFT, deps=[sa, sb, se])
-    if c > 0:
-        free_slot(empty, c - 1, g, SLOTS)
-    if LEFT == 0:
-        free_slot(empty, c, g, SLOTS)
+    else:
+        sa, sb = warpgroup_mma_wait(LEFT, deps=[sa, sb])
     return sa, sb, se
 
 
@@ -89,6 +87,13 @@ def output_chunk(c: gl.constexpr, g, pa, pb, pe, o_zero, z, ring_a, ring_b, entr
     return o
 
 
+@gluon.constexpr_function
+def one_query(N):
+    """Whether all rows of a tile are one query's; ranges and sinks come from shared memory then, and no load from device memory stands between
+    a consumer and its next product."""
+    return N in (64, 128)
+
+
 @gluon.jit
 def seen_by(x, begin, stop, rows: gl.constexpr, ONE_QUERY: gl.constexpr):
     """Which of x lie in [begin, stop), as a tensor that broadcasts over rows and x; begin and stop are numbers where all rows are one query's."""
@@ -100,13 +105,13 @@ def seen_by(x, begin, stop, rows: gl.constexpr, ONE_QUERY: gl.constexpr):
 
 @gluon.jit
 def tile_forward(
-    row, row_end, low, cmp_begin, turn, z, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged,
-    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr, SLOTS: gl.constexpr,
+    row, row_end, query, step, low, cmp_begin, turn, z, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged,
+    facts, sink_s, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 rows, this consumer's tile number `turn`."""
     TILES: gl.constexpr = 1 if ENTRIES else 0
     BE: gl.constexpr = max(16, ENTRIES)
-    ONE_QUERY: gl.constexpr = N % 64 == 0
+    ONE_QUERY: gl.constexpr = one_query(N)
     dtype: gl.constexpr = out.dtype.element_ty
     a_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING_A, 16])
     b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING_B, 16])
@@ -116,31 +121,34 @@ def tile_forward(
     a_rows: gl.constexpr = gl.SliceLayout(1, a_layout)
     b_rows: gl.constexpr = gl.SliceLayout(1, b_layout)
     e_rows: gl.constexpr = gl.SliceLayout(1, e_layout)
-    # ranges of the rows, asked for before they are needed
     r = row + gl.arange(0, 64, layout=a_rows)
     on = r < row_end
-    if ONE_QUERY:
-        at = places + row // N * 4
-        begin = gl.load(at)
-        stop = gl.load(at + 1)
-        seen = 0
-        if ENTRIES > 0:
-            seen = gl.load(at + 3) - cmp_begin
-    else:
+    if not ONE_QUERY:  # asked for before they are needed
         at = places + r // N * 4
         begin = gl.load(at, mask=on, other=0)
         stop = gl.load(at + 1, mask=on, other=0)
         seen = stop
         if ENTRIES > 0:
             seen = gl.load(at + 3, mask=on, other=0) - cmp_begin
-    # S, chunk after chunk; a slot is free again when the product after it has been issued and its own is done
+    # S, two chunks after two; their slots are free again when the next products have been issued and their own are done
     sa = gl.zeros([64, RING_A], gl.float32, layout=a_layout)
     sb = gl.zeros([64, RING_B], gl.float32, layout=b_layout)
     se = gl.zeros([64, BE], gl.float32, layout=e_layout)
     for g in range(D // CHUNK // 4):
-        parity = (turn * (D // CHUNK // SLOTS) + (g if SLOTS == 4 else 0)) & 1
-        for c in gl.static_range(4):
-            sa, sb, se = score_chunk(c, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, empty, ENTRIES, SLOTS)
+        parity = (turn * (D // CHUNK // (2 * PAIRS)) + (g if PAIRS == 2 else 0)) & 1
+        sa, sb, se = score_pair(0, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, ENTRIES, PAIRS)
+        sa, sb, se = score_pair(1, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, ENTRIES, PAIRS)
+        sa, sb, se = scores_done(sa, sb, se, 4 + 2 * TILES, ENTRIES)
+        free_pair(empty, 0, g, PAIRS)
+        sa, sb, se = scores_done(sa, sb, se, 0, ENTRIES)  # no product may run on into the next pass of the loop
+        free_pair(empty, 1, g, PAIRS)
+    if ONE_QUERY:
+        i = (row // N).to(gl.int32) - query
+        begin = number(facts[1], i, step)
+        stop = number(facts[2], i, step)
+        seen = 0
+        if ENTRIES > 0:
+            seen = number(facts[3], i, step)
     # softmax over all keys at once; the scale is positive, so the maximum may be taken before it
     ka = slot_keys(gl.arange(0, RING_A, layout=gl.SliceLayout(0, a_layout)), low)
     kb = slot_keys(RING_A + gl.arange(0, RING_B, layout=gl.SliceLayout(0, b_layout)), low)
@@ -166,7 +174,11 @@ def tile_forward(
         se = gl.exp2(se * scale2 - gl.convert_layout(m, e_rows)[:, None])
         l += gl.convert_layout(gl.sum(se, 1), a_rows)
         pe = gl.convert_layout(se.to(dtype), p_layout)
-    inverse, total = with_sink(m, l, sinks, (r % N).to(gl.int32), on, SINKS)
+    if ONE_QUERY and SINKS:
+        sink = sink_s.index((row // 64 % (N // 64)).to(gl.int32)).load(a_rows)
+    else:
+        sink = load_sink(sinks, (r % N).to(gl.int32), on, SINKS)
+    inverse, total = with_sink(m, l, sink, SINKS)
     gl.store(lse + r, total, mask=on)
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))
     # O of one chunk while the last one is written out
@@ -190,15 +202,15 @@ def tile_forward(
 
 @gluon.jit
 def consumer(
-    X: gl.constexpr, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged, facts, told, k_full, k_empty,
-    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr, SLOTS: gl.constexpr,
+    X: gl.constexpr, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged, facts, told, k_full,
+    k_empty, sink_s, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     query, last_query = queries_of_program(rows)
     tiles_before = 0
     turn = 0
     step = 0
     while query < last_query:
-        last, low, cmp_begin = hear_step(step, facts, told, 4)
+        last, low, cmp_begin = hear_step(step, facts, told)
         tiles = gl.cdiv((last - query) * N, 64)
         row_end = last.to(gl.int64) * N
         take_keys(step, k_full)
@@ -207,8 +219,8 @@ def consumer(
             row = query.to(gl.int64) * N + tile * 64
             z = tile * zero
             tile_forward(
-                row, row_end, low + z, cmp_begin, turn, z, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged,
-                N, D, ENTRIES, SINKS, SLOTS,
+                row, row_end, query, step, low + z, cmp_begin, turn, z, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full,
+                empty, staged, facts, sink_s, N, D, ENTRIES, SINKS, PAIRS,
             )  # fmt: skip
             turn += 1
         free_keys(step, k_empty)
@@ -221,32 +233,38 @@ def consumer(
 def hopper_dense_fwd_kernel(
     q, ori_kv, cmp_kv, sinks, places, out, lse, rows, zero, scale, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr
 ):  # fmt: skip
-    SLOTS: gl.constexpr = 4 if ENTRIES or D < 512 else 8  # what shared memory has room for, and not more than a tile's chunks
+    PAIRS: gl.constexpr = 2 if ENTRIES or D < 512 else 4  # what shared memory has room for, and not more than a tile's chunks
     dtype: gl.constexpr = q.dtype.element_ty
     scale2 = scale * 1.4426950408889634
     ring_a, ring_b = new_ring(dtype, D)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CHUNK], dtype)
-    slots = gl.allocate_shared_memory(dtype, [SLOTS, 64, CHUNK], tile_layout)
+    slots = gl.allocate_shared_memory(dtype, [2 * PAIRS, 64, CHUNK], tile_layout)
     entry_s = slots  # stands in where there are none
     if ENTRIES > 0:
         entry_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ENTRIES, CHUNK], dtype)
         entry_s = gl.allocate_shared_memory(dtype, [D // CHUNK, ENTRIES, CHUNK], entry_layout)
     staged_0 = gl.allocate_shared_memory(dtype, [64, CHUNK], tile_layout)
     staged_1 = gl.allocate_shared_memory(dtype, [64, CHUNK], tile_layout)
-    full_0, full_1, empty = new_slot_barriers(64), new_slot_barriers(64), new_slot_barriers(1)
+    full_0, full_1, empty = new_pair_barriers(64, PAIRS), new_pair_barriers(64, PAIRS), new_pair_barriers(1, PAIRS)
     facts, told = new_facts(), new_step_barriers(1)
+    sink_s = slots  # stands in where sinks are loaded with the rows
+    if SINKS and one_query(N):
+        sink_s = gl.allocate_shared_memory(gl.float32, [N // 64, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        for group in gl.static_range(N // 64):
+            h = group * 64 + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+            sink_s.index(group).store(load_sink(sinks, h, h < N, SINKS))
     k_full, k_empty = new_step_barriers(64), new_step_barriers(2)
     gl.warp_specialize(
         [
             (consumer, (
                 0, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full_0, empty, staged_0, facts, told, k_full,
-                k_empty, N, D, ENTRIES, SINKS, SLOTS,
+                k_empty, sink_s, N, D, ENTRIES, SINKS, PAIRS,
             )),
             (consumer, (
                 1, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full_1, empty, staged_1, facts, told, k_full,
-                k_empty, N, D, ENTRIES, SINKS, SLOTS,
+                k_empty, sink_s, N, D, ENTRIES, SINKS, PAIRS,
             )),
-            (q_producer, (q, rows, zero, slots, full_0, full_1, empty, facts, told, N, D, SLOTS)),
+            (q_producer, (q, rows, zero, slots, full_0, full_1, empty, facts, told, N, D, PAIRS)),
             (key_producer, (ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, told, k_full, k_empty, D, ENTRIES)),
         ],
         [4, 2, 2],

@@ -128,12 +128,20 @@ def gather_tasks(
 
 
 @gluon.jit
-def with_sink(m, l, sinks, h, on, SINKS: gl.constexpr):
-    """1 / sum and LSE (natural) of rows with running maximum m (base 2) and sum l, the sink included. No keys: 0 and sink or -inf."""
+def load_sink(sinks, h, on, SINKS: gl.constexpr):
+    """Sinks of heads h in base 2; -inf where not `on` and without sinks."""
+    sink = gl.where(on, float("-inf"), float("-inf"))
+    if SINKS:
+        sink = gl.load(sinks + h, mask=on, other=float("-inf")) * 1.4426950408889634
+    return sink
+
+
+@gluon.jit
+def with_sink(m, l, sink, SINKS: gl.constexpr):
+    """1 / sum and LSE (natural) of rows with running maximum m (base 2) and sum l, the sink (base 2) included. No keys: 0 and sink or -inf."""
     m = gl.where(l > 0.0, m, float("-inf"))
     top = m
     if SINKS:
-        sink = gl.load(sinks + h, mask=on, other=float("-inf")) * 1.4426950408889634
         top = gl.maximum(m, sink)
     base = gl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
     weight = gl.exp2(m - base)
@@ -250,7 +258,8 @@ def consumer(
         mbarrier.arrive(sum_full[X], count=1)
         mbarrier.wait(sum_full[1 - X], q_phase)
         h = group * 64 + gl.arange(0, 64, layout=s_rows)
-        inverse, total = with_sink(m, l + sum_s[1 - X].load(s_rows), sinks, h, h < N, SINKS)
+        l += sum_s[1 - X].load(s_rows)
+        inverse, total = with_sink(m, l, load_sink(sinks, h, h < N, SINKS), SINKS)
         if X == 0:
             gl.store(lse + row.to(gl.int64) * N + h, total, mask=h < N)
         # Stage the output in this warpgroup's half of the last tile, so that the stores to device memory are whole rows. Only then may
