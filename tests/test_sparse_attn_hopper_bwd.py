@@ -83,7 +83,7 @@ def test_a_thousand_launches_end():
 @pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing can be compiled")
 @pytest.mark.parametrize("partial", [False, True])
 def test_products_run_on(partial, tmp_path):
-    """ptxas waits after every product as soon as one warpgroup has too few registers: half the speed, and nothing else shows it."""
+    """ptxas waits after every product as soon as one warpgroup has too few registers, and no result would show it."""
     import triton
     from triton.backends.compiler import GPUTarget
 

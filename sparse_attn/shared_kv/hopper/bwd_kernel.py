@@ -26,8 +26,8 @@ Barriers, one a part where a list is named:
     p_empty, z_empty     2 arrivals: the other of the two warpgroups, and warpgroup 2
 Fences and keys that do not count: as in fwd.py.
 
-Registers: ptxas waits for every single product of the kernel (a third slower) as soon as one warpgroup has too few for its own. What
-warpgroup 2 has is just enough for one chunk; the barrier between a chunk's stores and the next one's products keeps the two apart.
+Registers: ptxas waits for every single product of the whole kernel as soon as one warpgroup has too few for its own. What warpgroup 2
+has is just enough for one chunk; the barrier between a chunk's stores and the next one's products keeps the two apart.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def row_layout(GROUP):
 def lanes_in_order(v, GROUP: gl.constexpr):
     """[keys, 64 channels] with a thread's channels side by side, GROUP of them 16 bytes: channel (r, j, lane, e) goes to (r, lane, j, e)."""
     v = v.reshape([64, 16 // GROUP, GROUP // 2, 4, 2]).permute((0, 1, 3, 2, 4))
-    return gl.convert_layout(v.reshape([64, 64]), row_layout(GROUP), assert_trivial=False)
+    return gl.convert_layout(v.reshape([64, 64]), row_layout(GROUP))
 
 
 @gluon.jit
