@@ -205,6 +205,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eager-limit", type=int, default=4096, help="tokens up to which reference, compile and flex run")
     parser.add_argument("--check-limit", type=int, default=16384, help="tokens up to which results are compared with the portable kernels'")
     parser.add_argument("--rep", type=int, default=30, help="ms of calls that a median is taken over; at least 9 calls")
+    parser.add_argument("--no-warmup", action="store_true", help="the kernels are in the cache: do not ask sixteen processes to make sure")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no row is begun after this many seconds")
 
 
@@ -230,7 +231,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     deadline = time.monotonic() + args.seconds
     copy, product = copy_rate(), matmul_rate()
     print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s", flush=True)
-    if {"hopper", "portable"} & set(args.providers) or args.check_limit >= min(args.tokens):
+    if not args.no_warmup and ({"hopper", "portable"} & set(args.providers) or args.check_limit >= min(args.tokens)):
         compile_kernels(args.heads)
     rows: list[Row] = []
     for S in args.tokens:
