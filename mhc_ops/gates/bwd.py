@@ -19,7 +19,8 @@ from mhc_ops.library import mix_columns
 from mhc_ops.project.core import cdiv, padded
 from mhc_ops.sinkhorn.core import history
 
-REDUCE_TILE = 1024  # elements of the second stage's tile
+REDUCE_TILE, REDUCE_ROWS = 1024, 256  # elements of the second stage's tile on an NPU, rows of a column at once on a GPU
+UNROLLED_TOKENS = 16  # with 4 streams, two rows of a matrix in a thread: sums along a row need no shuffle, along a column one
 
 
 def block_tokens(n: int) -> int:
@@ -69,17 +70,19 @@ def reduce_partial_kernel(partial, dscale, dbase, G, M: tl.constexpr, C: tl.cons
 @cache
 def backward_spec(n: int, iters: int, convention: str, npu: bool = False) -> Spec:
     pointers = ("dpre", "dpost", "dcomb", "mixes", "scale", "base", "dmixes", "partial")
+    slots = history(iters, convention, npu)
+    tokens = block_tokens(n) if slots or n > 4 else UNROLLED_TOKENS
     return Spec(
         gates_bwd_kernel,
         types={**dict.fromkeys(pointers, "*fp32"), "T": "i32", "eps": "fp32"},
         consts={
-            "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": history(iters, convention, npu),
-            "PAPER": convention == "paper", "BT": block_tokens(n),
+            "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": slots,
+            "PAPER": convention == "paper", "BT": tokens,
         },
         num_warps=1,
         hot=True,
         targets=("ascend",) if npu else ("cuda", "hip"),
-        tokens=block_tokens(n),
+        tokens=tokens,
         minimal_bytes=4 * 3 * mix_columns(n),
     )  # fmt: skip
 
@@ -92,7 +95,8 @@ def reduce_spec(n: int, npu: bool = False) -> Spec:
     return Spec(
         reduce_partial_kernel,
         types={"partial": "*fp32", "dscale": "*fp32", "dbase": "*fp32", "G": "i32"},
-        consts={"M": m, "C": columns, "BG": REDUCE_TILE // columns},
+        consts={"M": m, "C": columns, "BG": REDUCE_TILE // columns if npu else REDUCE_ROWS},
+        num_warps=4 if npu else 1,
         targets=("ascend",) if npu else ("cuda", "hip"),
     )
 
@@ -117,10 +121,10 @@ def gates_bwd(
     ]
     dmixes = torch.empty_like(mixes)
     tokens = mixes.numel() // mixes.shape[-1]
-    programs = cdiv(tokens, block_tokens(n))
+    spec = backward_spec(n, iters, convention, mixes.device.type == "npu")
+    programs = cdiv(tokens, spec.consts["BT"])
     partial = torch.empty((programs, mixes.shape[-1] + 3), dtype=torch.float32, device=mixes.device)
     if tokens:
-        spec = backward_spec(n, iters, convention, mixes.device.type == "npu")
         spec.launch((programs,), *grads, mixes, scale, base, dmixes, partial, tokens, hc_eps)
     return dmixes, *reduce_partial(partial, n)
 

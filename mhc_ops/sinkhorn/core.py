@@ -12,8 +12,13 @@ nothing that Ascend's Triton 3.2 lacks. Where a GPU has the registers they are a
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+
+from kernel_runtime.impl import interpreting
+from kernel_runtime.launch import ON_ASCEND
 
 MAX_UNROLLED = 32  # iterations
+PLAIN_DIVISION = tl.constexpr(interpreting() or ON_ASCEND)
 
 
 @triton.jit
@@ -67,13 +72,13 @@ def sinkhorn_block(logits, on, eps, ITERS: tl.constexpr, PAPER: tl.constexpr):
 def sinkhorn_block_bwd(logits, dm, on, eps, ITERS: tl.constexpr, H: tl.constexpr, PAPER: tl.constexpr, BT: tl.constexpr, P: tl.constexpr):
     """dlogits [BT, P, P] from dm = d(loss)/d(comb). H: see `history`."""
     if H == 0:
-        return _bwd_unrolled(logits, dm, on, eps, ITERS)
+        return _bwd_factors(logits, dm, on, eps, ITERS)
     else:
         return _bwd_rolled(logits, dm, on, eps, ITERS, H, PAPER, BT, P)
 
 
 def history(iters: int, convention: str, npu: bool, alone: bool = True) -> int:
-    """H. 0: the sums are a tuple, and all is unrolled, which is a fifth to a third faster and takes seconds to compile; only on a GPU, in
+    """H. 0: the factors are tuples, and all is unrolled, which is a fifth to a third faster and takes seconds to compile; only on a GPU, in
     a kernel of its own (beside other programs the registers are missing there). Else the power of two at or above `iters`."""
     return 0 if alone and not npu and convention == "v4" and iters <= MAX_UNROLLED else triton.next_power_of_2(iters)
 
@@ -87,29 +92,40 @@ def _from_log_gradient(h, soft, eps):
 
 
 @triton.jit
-def _bwd_unrolled(logits, dm, on, eps, ITERS: tl.constexpr):
+def _over(x):
+    """1 / x, on a GPU in one instruction and within 1 ulp of a normal number"""
+    if PLAIN_DIVISION:
+        return 1.0 / x
+    else:
+        return libdevice.fast_dividef(1.0, x)
+
+
+@triton.jit
+def _bwd_factors(logits, dm, on, eps, ITERS: tl.constexpr):
+    """The matrices are a * u * v with a = soft + eps, u a factor of every row and v of every column, so that sums are those of
+    products; k = h / a ends as the gradient of a."""
     column_eps = _padded_eps(on, eps, 1)
     row_eps = _padded_eps(on, eps, 2)
     soft = _softmax_start(logits, on, eps)
-    m = tl.where(on, soft + eps, 0.0)
-    s = tl.sum(m, 1) + column_eps
-    m = m * (1.0 / s)[:, None, :]
-    sums = (s,)  # in the order of the iteration
+    a = tl.where(on, soft + eps, 0.0)
+    u = tl.where(row_eps > 0.5, 1.0, 1.0)
+    v = _over(tl.sum(a, 1) + column_eps)
+    us = (u,)
+    vs = (v,)
     for _ in tl.static_range(1, ITERS):
-        s = tl.sum(m, 2) + row_eps
-        m = m * (1.0 / s)[:, :, None]
-        sums = sums + (s,)
-        s = tl.sum(m, 1) + column_eps
-        m = m * (1.0 / s)[:, None, :]
-        sums = sums + (s,)
-    h = tl.where(on, dm, 0.0) * m
+        u = u * _over(u * tl.sum(a * v[:, None, :], 2) + row_eps)
+        v = v * _over(v * tl.sum(a * u[:, :, None], 1) + column_eps)
+        us = us + (u,)
+        vs = vs + (v,)
+    k = tl.where(on, dm, 0.0) * (u[:, :, None] * v[:, None, :])
     for j in tl.static_range(ITERS - 1):
-        h = h - m * tl.sum(h, 1)[:, None, :]
-        m = m * sums[2 * (ITERS - 1 - j)][:, None, :]
-        h = h - m * tl.sum(h, 2)[:, :, None]
-        m = m * sums[2 * (ITERS - 1 - j) - 1][:, :, None]
-    h = h - m * tl.sum(h, 1)[:, None, :]
-    return _from_log_gradient(h, soft, eps)
+        u = us[ITERS - 1 - j]
+        v = vs[ITERS - 1 - j]
+        k = k - u[:, :, None] * (v * tl.sum(a * k, 1))[:, None, :]
+        v = vs[ITERS - 2 - j]
+        k = k - (u * tl.sum(a * k, 2))[:, :, None] * v[:, None, :]
+    k = k - (vs[0] * tl.sum(a * k, 1))[:, None, :]
+    return soft * (k - tl.sum(soft * k, 2)[:, :, None])
 
 
 @triton.jit
