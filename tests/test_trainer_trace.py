@@ -135,7 +135,7 @@ def test_growth_and_yardstick(tmp_path, capsys):
     assert smoothed[0][1] == pytest.approx(1e-5, rel=1e-3) and smoothed[1][1] == pytest.approx(1.1e-5, rel=1e-3)
     assert compare.main([str(runs[0]), str(runs[1]), "--yardstick", str(runs[2]), "--plot", str(tmp_path / "p.png")]) == 0
     out = capsys.readouterr().out
-    assert "yardstick, smoothed" in out and (tmp_path / "p.png").stat().st_size > 10_000
+    assert "c, smoothed" in out and (tmp_path / "p.png").stat().st_size > 10_000
     assert math.isinf(compare.growth([(1, math.inf)])[0][2])
 
 
