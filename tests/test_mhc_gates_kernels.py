@@ -45,7 +45,7 @@ def test_against_fp64(kernel_device, monkeypatch, convention, n, tokens, std):
 def test_many_tokens(kernel_device, monkeypatch):
     """More programs than one tile of the reduction holds."""
     poison_empty(monkeypatch)
-    monkeypatch.setattr("mhc_ops.gates.bwd.REDUCE_TILE", 512)
+    monkeypatch.setattr("mhc_ops.gates.bwd.REDUCE_ROWS", 16)
     from mhc_ops.gates.bwd import reduce_spec
 
     reduce_spec.cache_clear()
