@@ -165,7 +165,8 @@ def split(result: Result, step: Any, keep: Path | None) -> None:
         profiler.export_chrome_trace(str(file))
         events = trace.read(file)
     (summary,) = trace.summarize(events)
-    communication = {"communication, exposed": summary.exposed, "communication, all": summary.communication}
+    said = {"exposed": summary.exposed, "waited for": summary.waited, "all": summary.communication}
+    communication = {f"communication, {name}": ms for name, ms in said.items()}
     result.parts = {**summary.parts, **communication, "idle": summary.idle, "step under the profiler": summary.ms}
     kernels: dict[str, float] = defaultdict(float)
     for work in trace.device_work(events):

@@ -61,6 +61,7 @@ def test_exposed_communication_and_overlap():
     assert found.compute == pytest.approx(0.8)  # not what runs after the step
     assert found.communication == pytest.approx(0.5)  # 300-700, which covers the all-to-all, and 1000-1100
     assert found.exposed == pytest.approx(0.3)  # 400-600 and 1000-1100
+    assert found.waited == pytest.approx(0.1)  # 500-600: what computes from 600 on had been launched at 500
     assert found.idle == pytest.approx(0.1)
     assert (found.all_gathers, found.all_gather, found.hidden) == (1, pytest.approx(0.4), pytest.approx(0.5))
     assert (found.all_to_alls, found.queued, found.same_group) == (1, 0, False)

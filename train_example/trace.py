@@ -4,6 +4,7 @@ For each step and rank: how long the device computed, communicated, and communic
 the all-gathers lay under computation; whether an all-to-all waited behind an all-gather; and the computing time by part of the model.
 
     exposed   length of (union of collectives) minus (union of everything else on the device)
+    waited    the part of it during which something to compute had been launched and could not start; in the rest the host was late
     hidden    share of the all-gathers' union that lies under the union of everything else
     queued    an all-to-all that could have started, for it was launched and the work before it was done, while an all-gather launched
               earlier was not over, and started only after that one ended
@@ -62,6 +63,7 @@ class StepSummary:
     compute: float
     communication: float
     exposed: float
+    waited: float
     idle: float
     all_gathers: int
     all_gather: float
@@ -257,6 +259,9 @@ def _summary(step: int, begin: float, end: float, everything: list[Work]) -> Ste
     spans = {kind: union((w.start, w.end) for w in items) for kind, items in by_kind.items()}
     compute = spans.get("compute", [])
     communication = union((w.start, w.end) for w in work if w.kind != "compute")
+    covered = intersection(communication, compute)
+    pending = union((w.launched, w.start) for w in by_kind["compute"])
+    held_up = intersection(communication, pending)
     gathers, exchanges = by_kind["all-gather"], by_kind["all-to-all"]
     gather_spans = spans.get("all-gather", [])
     waits = queued_behind(work)
@@ -268,7 +273,8 @@ def _summary(step: int, begin: float, end: float, everything: list[Work]) -> Ste
         ms=(end - begin) / 1000,
         compute=length(compute) / 1000,
         communication=length(communication) / 1000,
-        exposed=(length(communication) - length(intersection(communication, compute))) / 1000,
+        exposed=(length(communication) - length(covered)) / 1000,
+        waited=(length(held_up) - length(intersection(held_up, covered))) / 1000,
         idle=(end - begin - length(union((w.start, min(w.end, end)) for w in work))) / 1000,
         all_gathers=len(gathers),
         all_gather=length(gather_spans) / 1000,
@@ -282,16 +288,18 @@ def _summary(step: int, begin: float, end: float, everything: list[Work]) -> Ste
     )
 
 
+_TIMES = ("ms", "compute", "comm", "exposed", "waited", "idle")
 HEADER = (
-    f"{'step':>5} {'ms':>8} {'compute':>8} {'comm':>8} {'exposed':>8} {'idle':>8} | {'all-gathers':>11} {'ms':>7} {'hidden':>7} | "
+    f"{'step':>5} {' '.join(f'{name:>8}' for name in _TIMES)} | {'all-gathers':>11} {'ms':>7} {'hidden':>7} | "
     f"{'all-to-alls':>11} {'ms':>7} {'queued':>6} {'ms':>7}"
 )
 
 
 def line(s: StepSummary) -> str:
+    times = " ".join(f"{value:8.2f}" for value in (s.ms, s.compute, s.communication, s.exposed, s.waited, s.idle))
     return (
-        f"{s.step:5d} {s.ms:8.2f} {s.compute:8.2f} {s.communication:8.2f} {s.exposed:8.2f} {s.idle:8.2f} | {s.all_gathers:11d} {s.all_gather:7.2f} "
-        f"{s.hidden:7.1%} | {s.all_to_alls:11d} {s.all_to_all:7.2f} {s.queued:6d} {s.queued_ms:7.3f}"
+        f"{s.step:5d} {times} | {s.all_gathers:11d} {s.all_gather:7.2f} {s.hidden:7.1%} | "
+        f"{s.all_to_alls:11d} {s.all_to_all:7.2f} {s.queued:6d} {s.queued_ms:7.3f}"
         + ("  all-to-all and all-gather share a group" if s.same_group else "")
     )
 
