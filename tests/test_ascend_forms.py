@@ -1,7 +1,8 @@
-"""The forms for Ascend of the attention's and the indexer's kernels, in the interpreter or on a GPU: the cases and limits of the forms for
-GPUs. This shows their arithmetic; docs/ascend.md says what is checked with Ascend's own compiler. Nothing here runs on an NPU.
+"""The forms for Ascend of the kernels of attention, indexer and mHC gates, in the interpreter or on a GPU: the cases and limits of the forms
+for GPUs. This shows their arithmetic; docs/ascend.md says what is checked with Ascend's own compiler. Nothing here runs on an NPU.
 """
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,14 @@ import torch
 
 from indexer import lightning_indexer
 from reference.cases import indexer as indexer_cases
+from reference.cases.mhc import MhcShape
 from reference.cases.sparse_attn import ATTENTION_CASES, AttentionCase
 from tests import test_kl_kernels as kl
+from tests import test_mhc_gates_kernels as gates
+from tests import test_mhc_kernels as mhc
 from tests.op_checks import poison_empty
 from tests.test_indexer_kernels import check_gradients, check_selection, long_case, whole
+from tests.test_mhc_sinkhorn import check_kernel as check_sinkhorn
 from tests.test_sparse_attn_kernels import check
 
 
@@ -22,8 +27,9 @@ def launched(monkeypatch):
     from kernel_runtime import launch
 
     indexers = ("indexer.lightning.fwd", "indexer.gradients", "indexer.kl_loss.fwd", "indexer.kl_loss.bwd")
-    for name in ("sparse_attn.shared_kv.fwd", "sparse_attn.shared_kv.bwd", *indexers):
-        monkeypatch.setattr(f"{name}.on_npu", lambda device, npu: True)
+    gates = ("mhc_ops.sinkhorn.fwd", "mhc_ops.sinkhorn.bwd", "mhc_ops.gates.fwd", "mhc_ops.gates.bwd")
+    for name in ("sparse_attn.shared_kv.fwd", "sparse_attn.shared_kv.bwd", *indexers, *gates):
+        monkeypatch.setattr(importlib.import_module(name), "on_npu", lambda device, npu: True)  # mhc_ops.sinkhorn by name is the function
     seen = []
     monkeypatch.setattr(launch, "LAUNCH_OBSERVERS", [lambda spec, arguments: seen.append(spec)])
     poison_empty(monkeypatch)
@@ -132,6 +138,48 @@ def test_gradients_in_bf16(kernel_device, launched, heads, dim):
 def test_kl_loss(kernel_device, launched, case, form):
     leaves, options = kl.make(case, form, device=kernel_device)
     kl.compare(leaves, options, reduction="mean", coefficient=0.7)
+
+
+@pytest.mark.parametrize("n, tokens, std", [(4, 70, 3.0), (2, 5, 10.0), (3, 5, 1.0)])
+def test_sinkhorn_and_gates(kernel_device, launched, monkeypatch, n, tokens, std):
+    """Blocks of 64 tokens, turned to have them on the last axis, the last one short; three streams stay as they are."""
+    check_sinkhorn(kernel_device, monkeypatch, "v4", n, tokens, std)
+    gates.check(gates.inputs_of(n, tokens, std, kernel_device), hc_mult=n, iters=9)
+    sizes = {spec.consts["BT"] for spec in launched if "BT" in spec.consts}
+    assert (sizes == {64}) == (n != 3), sizes
+
+
+@pytest.mark.parametrize("eps, iters", [(0.0, 1), (0.03, 4)])
+def test_turned_blocks_of_few_iterations(kernel_device, launched, eps, iters):
+    gates.check(gates.inputs_of(4, 9, 2.0, kernel_device), hc_mult=4, iters=iters, hc_eps=eps)
+
+
+@pytest.mark.parametrize("with_pre_mix", [False, True])
+def test_sites(kernel_device, monkeypatch, with_pre_mix):
+    """hc_pre with the launches that hold the gates in their forms for Ascend: loops over blocks of sites, then over tokens."""
+    from mhc_ops.pre import bwd, fwd
+
+    plans, seen = (fwd.gates_plan, bwd.site_plan), []
+
+    def ascend(real):
+        def spec(*arguments):
+            seen.append(real(*arguments[:-1], True))
+            return seen[-1]
+
+        return spec
+
+    for module, name in ((fwd, "gates_collapse_spec"), (bwd, "gates_dpre_spec")):
+        monkeypatch.setattr(module, name, ascend(getattr(module, name)))
+    for plan in plans:
+        plan.cache_clear()
+    try:
+        mhc.check(kernel_device, monkeypatch, "hc_pre", MhcShape(1, 67, 4, 24), with_pre_mix=with_pre_mix, logit_std=3.0, iters=4)
+    finally:
+        for plan in plans:
+            plan.cache_clear()
+    assert [(spec.name, spec.consts["BT"], spec.consts["LOOP"]) for spec in seen] == [
+        ("gates_collapse_kernel", 64, True), ("gates_dpre_kernel", 64, True)
+    ]  # fmt: skip
 
 
 def test_grids_are_as_large_as_the_cores(monkeypatch):

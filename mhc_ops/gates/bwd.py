@@ -11,21 +11,22 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_runtime.device import on_npu
 from kernel_runtime.launch import Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.gates.core import comb_mask, gates_block_bwd, load_block, store_block, store_partial, token_mask
 from mhc_ops.gates.fwd import forward_spec
 from mhc_ops.library import mix_columns
 from mhc_ops.project.core import cdiv, padded
-from mhc_ops.sinkhorn.core import history
+from mhc_ops.sinkhorn.core import history, tokens_last
 
 REDUCE_TILE, REDUCE_ROWS = 1024, 256  # elements of the second stage's tile on an NPU, rows of a column at once on a GPU
 UNROLLED_TOKENS = 16  # with 4 streams, two rows of a matrix in a thread: sums along a row need no shuffle, along a column one
 
 
-def block_tokens(n: int) -> int:
+def block_tokens(n: int, iters: int, convention: str, npu: bool) -> int:
     """Tokens a program. Their sums are the largest tensors, [32, BT, P] for 20 iterations; Ascend's 192 KB hold 2 tokens at P = 8."""
-    return 4 if n <= 4 else 2
+    return tokens_last(n, iters, convention, npu) or (4 if n <= 4 else 2)
 
 
 @triton.jit(do_not_specialize=["T", "eps"])
@@ -70,8 +71,8 @@ def reduce_partial_kernel(partial, dscale, dbase, G, M: tl.constexpr, C: tl.cons
 @cache
 def backward_spec(n: int, iters: int, convention: str, npu: bool = False) -> Spec:
     pointers = ("dpre", "dpost", "dcomb", "mixes", "scale", "base", "dmixes", "partial")
-    slots = history(iters, convention, npu)
-    tokens = block_tokens(n) if slots or n > 4 else UNROLLED_TOKENS
+    slots = history(n, iters, convention, npu)
+    tokens = block_tokens(n, iters, convention, npu) if npu or slots or n > 4 else UNROLLED_TOKENS
     return Spec(
         gates_bwd_kernel,
         types={**dict.fromkeys(pointers, "*fp32"), "T": "i32", "eps": "fp32"},
@@ -101,10 +102,10 @@ def reduce_spec(n: int, npu: bool = False) -> Spec:
     )
 
 
-def reduce_partial(partial: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def reduce_partial(partial: torch.Tensor, n: int, npu: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """dscale [3], dbase [M] from the rows that store_partial wrote, partial [G, M + 3] fp32; zeros for G = 0."""
     dscale, dbase = partial.new_empty(3), partial.new_empty(mix_columns(n))
-    spec = reduce_spec(n, partial.device.type == "npu")
+    spec = reduce_spec(n, on_npu(partial.device, npu))
     spec.launch((cdiv(mix_columns(n) + 3, spec.consts["C"]),), partial, dscale, dbase, partial.shape[0])
     return dscale, dbase
 
@@ -112,7 +113,9 @@ def reduce_partial(partial: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.T
 def gates_bwd(
     dpre: torch.Tensor | None, dpost: torch.Tensor | None, dcomb: torch.Tensor | None,
     mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc_mult: int, iters: int, hc_eps: float, convention: str,
+    npu: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """npu as in gates_fwd"""
     mixes, scale, base = mixes.contiguous(), scale.contiguous(), base.contiguous()
     lead, n = mixes.shape[:-1], hc_mult
     grads = [
@@ -121,17 +124,17 @@ def gates_bwd(
     ]
     dmixes = torch.empty_like(mixes)
     tokens = mixes.numel() // mixes.shape[-1]
-    spec = backward_spec(n, iters, convention, mixes.device.type == "npu")
+    spec = backward_spec(n, iters, convention, on_npu(mixes.device, npu))
     programs = cdiv(tokens, spec.consts["BT"])
     partial = torch.empty((programs, mixes.shape[-1] + 3), dtype=torch.float32, device=mixes.device)
     if tokens:
         spec.launch((programs,), *grads, mixes, scale, base, dmixes, partial, tokens, hc_eps)
-    return dmixes, *reduce_partial(partial, n)
+    return dmixes, *reduce_partial(partial, n, npu)
 
 
 def specs(shape: ModelShape) -> Iterator[Spec]:
     n = shape.hc_mult
-    yield forward_spec(n, shape.sinkhorn_iters, "v4")
     for npu in (False, True):
+        yield forward_spec(n, shape.sinkhorn_iters, "v4", npu)
         yield backward_spec(n, shape.sinkhorn_iters, "v4", npu)
         yield reduce_spec(n, npu)

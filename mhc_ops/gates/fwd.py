@@ -6,10 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_runtime.device import on_npu
 from kernel_runtime.launch import Spec
 from mhc_ops.gates.core import comb_mask, gates_block, load_block, token_mask
 from mhc_ops.library import mix_columns
 from mhc_ops.project.core import cdiv
+from mhc_ops.sinkhorn.core import tokens_last
 
 # [8, 4, 4] on one warp, as in sinkhorn/fwd.py
 BLOCK_TOKENS = 8
@@ -36,26 +38,30 @@ def gates_fwd_kernel(
 
 
 @cache
-def forward_spec(n: int, iters: int, convention: str) -> Spec:
+def forward_spec(n: int, iters: int, convention: str, npu: bool = False) -> Spec:
+    block_tokens = tokens_last(n, iters, convention, npu) or BLOCK_TOKENS
     pointers = ("mixes", "scale", "base", "pre", "post", "comb")
     return Spec(
         gates_fwd_kernel,
         types={**dict.fromkeys(pointers, "*fp32"), "T": "i32", "eps": "fp32"},
-        consts={"N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "PAPER": convention == "paper", "BT": BLOCK_TOKENS},
+        consts={"N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "PAPER": convention == "paper", "BT": block_tokens},
         num_warps=1,
         hot=True,
-        tokens=BLOCK_TOKENS,
+        targets=("ascend",) if npu else ("cuda", "hip"),
+        tokens=block_tokens,
         minimal_bytes=4 * 2 * mix_columns(n),
     )
 
 
 def gates_fwd(
-    mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc_mult: int, iters: int, hc_eps: float, convention: str
+    mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc_mult: int, iters: int, hc_eps: float, convention: str,
+    npu: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """npu=True launches the form for Ascend on any device (tests run it in the interpreter); None picks it by the device."""
     mixes, scale, base = mixes.contiguous(), scale.contiguous(), base.contiguous()
     lead, n = mixes.shape[:-1], hc_mult
     pre, post, comb = (torch.empty((*lead, *tail), dtype=torch.float32, device=mixes.device) for tail in ((n,), (n,), (n, n)))
     if tokens := mixes.numel() // mixes.shape[-1]:
-        spec = forward_spec(n, iters, convention)
-        spec.launch((cdiv(tokens, BLOCK_TOKENS),), mixes, scale, base, pre, post, comb, tokens, hc_eps)
+        spec = forward_spec(n, iters, convention, on_npu(mixes.device, npu))
+        spec.launch((cdiv(tokens, spec.consts["BT"]),), mixes, scale, base, pre, post, comb, tokens, hc_eps)
     return pre, post, comb

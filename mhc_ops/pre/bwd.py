@@ -142,8 +142,9 @@ def gates_dpre_spec(
     types |= {**dict.fromkeys(names, "*fp32"), "pieces": "*bf16", "crms": "*fp32", "T": "i32", "site_programs": "i32", "hc_eps": "fp32"}
     consts = {
         "N": n, "P": triton.next_power_of_2(n), "D": d, "M": m, "L": gate_width(m, scales), "CRMS": crms_rows(scales),
-        "ITERS": iters, "H": history(iters, convention, npu, alone=False), "PAPER": convention == "paper", "HAS_DPRE": has_dpre, "PRE_MIX": pre_mix,
-        "BT": block_tokens(n), "R": 128 if npu and n <= 4 else 32, "W": 8 if dtype != torch.float32 else 4, "STAGES": 1 if npu else 3, "LOOP": npu,
+        "ITERS": iters, "H": history(n, iters, convention, npu, alone=False), "PAPER": convention == "paper", "HAS_DPRE": has_dpre,
+        "PRE_MIX": pre_mix, "BT": block_tokens(n, iters, convention, npu), "R": 128 if npu and n <= 4 else 32,
+        "W": 8 if dtype != torch.float32 else 4, "STAGES": 1 if npu else 3, "LOOP": npu,
     }  # fmt: skip
     # the mixes and r, gradients of the coefficients; dz, dp and its pieces, crms, pre or its gradient; streams and dy
     minimal = 4 * (m + 1 + has_dpre * n + (n + n * n if m != n else 0) + (m + scales) + 2 * m + consts["CRMS"] + n)

@@ -21,6 +21,7 @@ from mhc_ops.library import mix_columns
 from mhc_ops.pre.core import collapse_with, site_program, token_mixes
 from mhc_ops.project.core import PLANS, cdiv, row_grid
 from mhc_ops.project.fwd import STREAM_DTYPE, few_pieces, max_split, part_width, partial_specs, project_partials, project_plan
+from mhc_ops.sinkhorn.core import tokens_last
 
 BLOCK_TOKENS = 8
 BLOCK_D = 512
@@ -86,13 +87,14 @@ def gates_collapse_spec(
     types = {"x": stream, **dict.fromkeys(("part", "scale", "base", "pre_mix"), "*fp32"), "y": stream}
     types |= dict.fromkeys(("pre", "post", "comb", "mixes", "rstd"), "*fp32")
     types |= {"T": "i32", "site_programs": "i32", "split": "i32", "norm_eps": "fp32", "hc_eps": "fp32"}
+    block_tokens = tokens_last(n, iters, convention, npu) or BLOCK_TOKENS
     consts = {
         "N": n, "P": triton.next_power_of_2(n), "D": d, "M": m, "C": part_width(m), "SP": max_split(n * d), "ITERS": iters,
-        "PAPER": convention == "paper", "PRE_MIX": pre_mix, "COLLAPSE": collapse, "BT": BLOCK_TOKENS, "BD": BLOCK_D, "LOOP": npu,
+        "PAPER": convention == "paper", "PRE_MIX": pre_mix, "COLLAPSE": collapse, "BT": block_tokens, "BD": BLOCK_D, "LOOP": npu,
     }  # fmt: skip
     # a row of part; pre, post, comb, the mixes and r; streams and y, and the weights where they come from outside
     minimal = 4 * ((m + 1) + (2 * n + n * n + m + 1)) + ((n + 1) * d * dtype.itemsize + 4 * n * pre_mix if collapse else 0)
-    tokens = {"x": min(BLOCK_D, d) / d, "mixes": BLOCK_TOKENS, "part": BLOCK_TOKENS / few_pieces(n * d)}
+    tokens = {"x": min(BLOCK_D, d) / d, "mixes": block_tokens, "part": block_tokens / few_pieces(n * d)}
     return Spec(
         gates_collapse_kernel, types=types, consts=consts, num_warps=1, hot=True, targets=("ascend",) if npu else ("cuda", "hip"),
         tokens=tokens, minimal_bytes=minimal,
@@ -117,7 +119,7 @@ def gates_plan(device: torch.device, dtype: torch.dtype, shape: torch.Size, iter
     *lead, n, d = shape
     spec = gates_collapse_spec(dtype, n, d, iters, convention, pre_mix, collapse, device.type == "npu")
     tokens = math.prod(lead)
-    sites = cdiv(tokens, BLOCK_TOKENS)
+    sites = cdiv(tokens, spec.consts["BT"])
     programs = sites + (tokens * cdiv(d, BLOCK_D) if collapse else 0)
     sizes = (torch.Size((*lead, *tail)) for tail in ((n,), (n, n), (mix_columns(n),), ()))
     return Gates(spec, (row_grid(device, programs),), sites, *sizes)

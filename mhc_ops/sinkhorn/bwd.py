@@ -7,18 +7,19 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_runtime.device import on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.project.core import cdiv
-from mhc_ops.sinkhorn.core import history, sinkhorn_block_bwd
+from mhc_ops.sinkhorn.core import history, sinkhorn_block_bwd, tokens_last
 from mhc_ops.sinkhorn.fwd import forward_spec
 
 BLOCK_TOKENS = 4
 
 
-def block_tokens(n: int, npu: bool) -> int:
+def block_tokens(n: int, iters: int, convention: str, npu: bool) -> int:
     """Tokens of a program. With more than 4 streams, 4 tokens' sums and matrices exceed the unified buffer of an NPU."""
-    return BLOCK_TOKENS // 2 if npu and n > 4 else BLOCK_TOKENS
+    return tokens_last(n, iters, convention, npu) or (BLOCK_TOKENS // 2 if npu and n > 4 else BLOCK_TOKENS)
 
 
 @triton.jit(do_not_specialize=["T", "eps"])
@@ -38,36 +39,38 @@ def sinkhorn_bwd_kernel(
 
 @cache
 def backward_spec(dtype: torch.dtype, n: int, iters: int, convention: str, npu: bool = False) -> Spec:
-    pointer = f"*{TRITON_DTYPE[dtype]}"
+    pointer, tokens = f"*{TRITON_DTYPE[dtype]}", block_tokens(n, iters, convention, npu)
     return Spec(
         sinkhorn_bwd_kernel,
         types={"dcomb": "*fp32", "logits": pointer, "dlogits": pointer, "T": "i32", "eps": "fp32"},
         consts={
-            "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": history(iters, convention, npu),
-            "PAPER": convention == "paper", "BT": block_tokens(n, npu),
+            "N": n, "P": triton.next_power_of_2(n), "ITERS": iters, "H": history(n, iters, convention, npu),
+            "PAPER": convention == "paper", "BT": tokens,
         },
         num_warps=1,
         hot=True,
         targets=("ascend",) if npu else ("cuda", "hip"),
-        tokens=block_tokens(n, npu),
+        tokens=tokens,
         minimal_bytes=n * n * (2 * dtype.itemsize + 4),
     )  # fmt: skip
 
 
-def sinkhorn_bwd(dcomb: torch.Tensor, logits: torch.Tensor, iters: int, eps: float, convention: str) -> torch.Tensor:
+def sinkhorn_bwd(
+    dcomb: torch.Tensor, logits: torch.Tensor, iters: int, eps: float, convention: str, npu: bool | None = None
+) -> torch.Tensor:
+    """npu as in sinkhorn_fwd"""
     logits, dcomb = logits.contiguous(), dcomb.contiguous()
     n = logits.shape[-1]
     dlogits = torch.empty_like(logits)
     tokens = logits.numel() // (n * n)
     if tokens:
-        npu = logits.device.type == "npu"
-        spec = backward_spec(logits.dtype, n, iters, convention, npu)
-        spec.launch((cdiv(tokens, block_tokens(n, npu)),), dcomb, logits, dlogits, tokens, eps)
+        spec = backward_spec(logits.dtype, n, iters, convention, on_npu(logits.device, npu))
+        spec.launch((cdiv(tokens, spec.consts["BT"]),), dcomb, logits, dlogits, tokens, eps)
     return dlogits
 
 
 def specs(shape: ModelShape) -> Iterator[Spec]:
     arguments = torch.float32, shape.hc_mult, shape.sinkhorn_iters, "v4"
-    yield forward_spec(*arguments)
     for npu in (False, True):
+        yield forward_spec(*arguments, npu)
         yield backward_spec(*arguments, npu)
