@@ -92,15 +92,15 @@ class EagerCall:
 
     def __call__(self, *arguments: Any) -> Any:
         """The op's result for its arguments, which the Replay that `known` gave may follow"""
-        replays = None if torch.compiler.is_compiling() else self.replays
-        if replays is not None:
-            if type(arguments[-1]) is Replay:
-                result = arguments[-1]([a for a in arguments[: replays.tensors] if a is not None])
-                arguments = arguments[:-1]
-            else:
-                found = replays.find(arguments)
-                result = None if found is None else found[0](found[1])
+        last, replays = arguments[-1], self.replays
+        if type(last) is Replay:
+            result = last([a for a in arguments[: _TENSORS[self.op]] if a is not None])
             if result is not None:
+                return result
+            arguments = arguments[:-1]
+        elif replays is not None and not torch.compiler.is_compiling():
+            found = replays.find(arguments[: replays.tensors], arguments[replays.tensors :])
+            if found is not None and (result := found[0](found[1])) is not None:
                 return result
         launcher = self.launchers.get(arguments[-1])
         if launcher is not None and _plain(arguments) and _on_current_device(arguments) and not _negated(arguments):
@@ -108,9 +108,9 @@ class EagerCall:
             return function(*arguments[:-1]) if replays is None else replays.call(function, arguments)
         return self.op(*arguments)
 
-    def known(self, *arguments: Any) -> Replay | None:
-        """The replay of such a call: its arguments have been checked then. Not for code that is compiled."""
-        found = None if self.replays is None else self.replays.find(arguments)
+    def known(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Replay | None:
+        """The replay of a call with these arguments: they have been checked then. Not for code that is compiled."""
+        found = None if self.replays is None else self.replays.find(tensors, options)
         return None if found is None else found[0]
 
 

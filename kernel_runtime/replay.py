@@ -188,6 +188,13 @@ def _replay(inputs: list[torch.Tensor], made: list[torch.Tensor], launches: list
     return replay
 
 
+def _key(given: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
+    """What replays are kept by, options, one shape and which arguments are None; and the tensors"""
+    tensors = [a for a in given if a is not None]
+    missing = None if len(tensors) == len(given) else tuple([a is None for a in given])
+    return (options, tensors[0].shape, missing), tensors
+
+
 class Replays:
     """The replays of one op whose first `tensors` arguments are tensors or None, and the rest options."""
 
@@ -198,20 +205,21 @@ class Replays:
         self.seen: dict[Any, int] = {}
         self.lock = threading.Lock()
 
-    def find(self, arguments: tuple[Any, ...]) -> tuple[Replay, list[torch.Tensor]] | None:
-        """The replay of these arguments and their tensors"""
-        given = arguments[: self.tensors]
-        tensors = [a for a in given if a is not None]
-        for check, replay in self.found.get((arguments[self.tensors :], tensors[0].shape, tuple([a is None for a in given])), ()):
+    def find(self, given: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Replay, list[torch.Tensor]] | None:
+        """The replay of a call with `given`, tensors or None, and `options`; and the tensors"""
+        key, tensors = _key(given, options)
+        try:
+            recorded = self.found.get(key)
+        except TypeError:  # symbolic sizes, of somebody who traces
+            return None
+        for check, replay in recorded or ():
             if check(*tensors) and replay.current():
                 return None if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled() else (replay, tensors)
         return None
 
     def call(self, launcher: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """`launcher(*arguments)`, recorded where these arguments have been seen"""
-        given = arguments[: self.tensors]
-        tensors = [a for a in given if a is not None]
-        key = arguments[self.tensors :], tensors[0].shape, tuple([a is None for a in given])
+        """`launcher(*arguments)`, recorded where these arguments have been seen; the last one is the choice of this launcher"""
+        key, tensors = _key(arguments[: self.tensors], arguments[self.tensors :])
         if not self._wanted(key):
             return launcher(*arguments[:-1])
         result, replay = record(launcher, arguments[:-1])

@@ -132,28 +132,30 @@ def check_site_options(op: str, iters: object, hc_eps: object, norm_eps: object,
 @lru_cache(256, typed=True)
 def _site_options(op: str, iters: int, hc_eps: float, norm_eps: float, convention: str, return_pre: bool | None) -> tuple[Any, ...]:
     check_site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
-    return iters, float(hc_eps), float(norm_eps), convention
+    return iters, float(hc_eps), float(norm_eps), convention, "triton"
 
 
-def known_call(call: EagerCall, tensors: tuple[Any, ...], options: tuple[Any, ...], impl: str) -> tuple[Any, ...] | None:
-    """What follows the tensors in a call of the op, and its replay, where such a call has passed all checks before; else None"""
-    if torch.compiler.is_compiling() or impl not in REPLAYED:
+def known_call(call: EagerCall, tensors: tuple[Any, ...], impl: str) -> tuple[Any, ...] | None:
+    """What follows the tensors in a call of an op without options, its replay last, where such a call has passed all checks before; else
+    None"""
+    if impl not in REPLAYED or torch.compiler.is_compiling():
         return None
     try:
-        replay = call.known(*tensors, *options, "triton")
+        replay = call.known(tensors, ("triton",))
     except (AttributeError, TypeError):  # something that is no tensor: the checks say what
         return None
-    return None if replay is None else (*options, "triton", replay)
+    return None if replay is None else ("triton", replay)
 
 
 def known_site(
     call: EagerCall, op: str, tensors: tuple[Any, ...], iters: Any, hc_eps: Any, norm_eps: Any, convention: Any, return_pre: Any, impl: Any
 ) -> tuple[Any, ...] | None:
     """known_call of hc_pre and hc_post_pre, with their options as they were given"""
-    if torch.compiler.is_compiling():
+    if impl not in REPLAYED or torch.compiler.is_compiling():
         return None
     try:
         options = _site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
-    except TypeError:  # what cannot be hashed: the checks say why it is wrong
+        replay = call.known(tensors, options)
+    except (AttributeError, TypeError):  # or what cannot be hashed
         return None
-    return known_call(call, tensors, options, impl)
+    return None if replay is None else (*options, replay)

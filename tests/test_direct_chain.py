@@ -123,7 +123,7 @@ class Calls:
     def __call__(self, replays, launcher, arguments):
         """(launches, outputs, whether it was a replay)"""
         self.driver.launches.clear()
-        found = replays.find(arguments)
+        found = replays.find(arguments[: replays.tensors], arguments[replays.tensors :])
         if found is None:
             out = replays.call(launcher, arguments)
         else:
@@ -178,16 +178,17 @@ def test_what_differs_from_the_recorded_call_is_no_replay(driver, monkeypatch):
 
     calls = Calls(driver, monkeypatch)
     arguments, _ = boundary_arguments(5, False)
-    find = lambda *changed: calls.forward.find((*changed, *arguments[len(changed) :])) is not None  # noqa: E731 - used often
+    given, options = arguments[:8], arguments[8:]
+    find = lambda *changed: calls.forward.find((*changed, *given[len(changed) :]), options) is not None  # noqa: E731 - used often
     for _ in range(2):
         assert not find()
         calls(calls.forward, fwd.post_pre_fwd, arguments)
-    f, x, post, comb, *_ = arguments
+    f, x, post, comb, *_ = given
     assert find() and find(f.clone(), x.clone())
     assert not find(f.double()) and not find(f, x.bfloat16()) and not find(f[:4]) and not find(f, x, post[:4])
     assert not find(f.t().contiguous().t()) and not find(f, f) and not find(f, x, post, comb.clone().requires_grad_())
     assert not find(torch.nn.Parameter(f)) and not find(torch.zeros(5, D, dtype=torch.cfloat).conj().imag)
-    assert calls.forward.find((*arguments[:-4], 1e-5, *arguments[-3:])) is None
+    assert calls.forward.find(given, (2, 1e-5, *options[2:])) is None and calls.forward.find((*given[:7], torch.rand(5, N)), options) is None
     with Watching():
         assert not find()
     with torch.inference_mode():
@@ -211,7 +212,7 @@ def test_what_differs_from_the_recorded_call_is_no_replay(driver, monkeypatch):
         assert not find()
     assert find()
     odd = torch.zeros(5 * D + 1)[1:].view(5, D)  # found, since its address is no metadata, and not replayed
-    found, tensors = calls.forward.find((odd, *arguments[1:]))
+    found, tensors = calls.forward.find((odd, *given[1:]), options)
     assert odd.data_ptr() % 16 and found(tensors) is None
 
 
@@ -288,7 +289,7 @@ def test_a_replay_fills_new_memory_where_torch_does(driver, monkeypatch):
         replays.call(post_fwd, arguments)
     torch.use_deterministic_algorithms(True)
     try:
-        found, tensors = replays.find(arguments)
+        found, tensors = replays.find(arguments[:4], arguments[4:])
         assert found(tensors).isnan().all()  # nothing runs here that would write it
     finally:
         torch.use_deterministic_algorithms(False)

@@ -24,7 +24,7 @@ def hc_post(f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Te
     TypeError for a wrong type or dtype (f and x must agree), ValueError for a wrong shape, device, N or impl.
     """
     op = "hc_post"
-    options = known_call(run_forward, (f, x, post, comb), (), impl)
+    options = known_call(run_forward, (f, x, post, comb), impl)
     if options is None:
         check_expansion(op, f, x, post, comb)
         how = select_impl(op, impl, x)
