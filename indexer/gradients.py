@@ -5,8 +5,10 @@ dw comes out of the product that dq needs anyway, so that no second sum over slo
 rounded, an error of 1e-3. A slot counts where its index is in range and its dI is not 0; no other row of k is read.
 
 The rows of dk are summed in fp32, by atomics, or in a fixed order: every program writes its rows, and each key sums those that are its own.
+On a GPU they are written where the key finds them side by side (`indexer/places.py`), on Ascend in the order of their slots, which are sorted.
 """
 
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
@@ -14,6 +16,7 @@ import triton
 import triton.language as tl
 
 from indexer.core import ASCEND, product
+from indexer.places import chunk_size, place_specs, places, rank_spec, sum_rows_spec
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
@@ -48,12 +51,14 @@ def add_piece(
 
 @triton.jit
 def gradients_of_query(
-    q, k, weights, indices, dscores, span, dq, dk, owners, dweights, row, local, h0, S, S3,
+    q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, row, local, h0, S, S3, keys, size,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, PLACED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """HB heads of query `row`, the `local`-th of a piece. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own [queries, K, D], whose
-    keys go into owners [queries, K], -1 where a row adds to none. Offsets within a query's slots and a batch entry's keys fit 32 bits."""
+    """HB heads of query `row`, the `local`-th of a piece. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own: at the places of
+    `indexer.places`, whose ranks are in owners (PLACED), or [queries, K, D], and the keys go into owners [queries, K], -1 where a row adds
+    to none. Offsets within a query's slots, a batch entry's keys and a piece's rows fit 32 bits."""
     batch = row // S
     start = 0
     if TABLE:
@@ -70,7 +75,7 @@ def gradients_of_query(
     if SHRINK:  # dI is held between -1 and 1, so that fp16 neither overflows nor loses small gradients
         peak = tl.max(tl.abs(every), 0)
         shrink = tl.where(peak > 0.0, 1.0 / tl.where(peak > 0.0, peak, 1.0), 0.0)
-    if not ATOMIC:
+    if not (ATOMIC | PLACED):
         owner = tl.where(counts, listed + first.to(tl.int32), -1)
         tl.store(owners + local.to(tl.int64) * K + slot, owner.to(owners.dtype.element_ty), mask=slot < K)
 
@@ -89,10 +94,11 @@ def gradients_of_query(
         piece2 = weighted_piece(q_rows, place, w, some, 2 * C, D, C)
         piece3 = weighted_piece(q_rows, place, w, some, 3 * C, D, C)
     k_rows = k + first * D
+    out = dk
     if ATOMIC:
-        out = dk + first * D
-    else:
-        out = dk + local.to(tl.int64) * K * D
+        out += first * D
+    elif not PLACED:
+        out += local.to(tl.int64) * K * D
     sums = tl.zeros([HB, DP], tl.float32)
     n = tl.arange(0, BS)
     for j in tl.range(0, used, BS, num_stages=STAGES):
@@ -104,6 +110,14 @@ def gradients_of_query(
         if SHRINK:
             grad *= shrink
         index = tl.where(on, index, spare)
+        if ATOMIC:
+            here = index
+        elif PLACED:
+            key = index + first.to(tl.int32)
+            here = tl.load(owners + local.to(tl.int64) * K + j + n, mask=j + n < K, other=0) + tl.load(offsets + key)
+            here += tl.load(table + (local // size).to(tl.int64) * keys + key)
+        else:
+            here = j + n
         if ASCEND:  # its older compiler takes no gather without a mask
             block = tl.load(k_rows + index[:, None] * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0)
         elif D == DP:
@@ -114,10 +128,6 @@ def gradients_of_query(
         ds = tl.where(s > 0.0, grad[:, None], 0.0).to(block.dtype)
         if EARLY:
             sums = product(tl.trans(ds), block, sums)
-        if ATOMIC:
-            here = index
-        else:
-            here = j + n
         add_piece(out, here, on, ds, piece0, peak, 0, D, C, BS, ATOMIC, SHRINK)
         if PARTS >= 2:
             add_piece(out, here, on, ds, piece1, peak, C, D, C, BS, ATOMIC, SHRINK)
@@ -133,33 +143,36 @@ def gradients_of_query(
     tl.store(dq + row * H * D + place + d[None, :], (sums * w[:, None]).to(dq.dtype.element_ty), mask=(head < H)[:, None] & (d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["r0", "h0", "S", "S3"])
+@triton.jit(do_not_specialize=["r0", "h0", "S", "S3", "keys", "size"])
 def gradients_kernel(
-    q, k, weights, indices, dscores, span, dq, dk, owners, dweights, r0, h0, S, S3,
+    q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, r0, h0, S, S3, keys, size,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, PLACED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a query and block of heads."""
     row = (r0 + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # later queries hold more slots and go first
     local = tl.num_programs(0) - 1 - tl.program_id(0)
     gradients_of_query(
-        q, k, weights, indices, dscores, span, dq, dk, owners, dweights, row, local, h0, S, S3,
-        H, HB, D, DP, K, P, TABLE, ATOMIC, SHRINK, BS, PARTS, EARLY, STAGES,
+        q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, row, local, h0, S, S3, keys, size,
+        H, HB, D, DP, K, P, TABLE, ATOMIC, PLACED, SHRINK, BS, PARTS, EARLY, STAGES,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["r0", "h0", "S", "S3", "tasks"])
+@triton.jit(do_not_specialize=["r0", "h0", "S", "S3", "keys", "size", "tasks"])
 def gradients_ascend_kernel(
-    q, k, weights, indices, dscores, span, dq, dk, owners, dweights, r0, h0, S, S3, tasks,
+    q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, r0, h0, S, S3, keys, size, tasks,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, PLACED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program works through queries; the grid's second size is 1. Partial rows alone: Ascend would add element by element."""
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         local = tasks - 1 - task
         gradients_of_query(
-            q, k, weights, indices, dscores, span, dq, dk, owners, dweights, (r0 + local).to(tl.int64), local, h0, S, S3,
-            H, HB, D, DP, K, P, TABLE, ATOMIC, SHRINK, BS, PARTS, EARLY, STAGES,
+            q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, (r0 + local).to(tl.int64), local, h0, S, S3,
+            keys, size,
+            H, HB, D, DP, K, P, TABLE, ATOMIC, PLACED, SHRINK, BS, PARTS, EARLY, STAGES,
         )  # fmt: skip
 
 
@@ -179,11 +192,6 @@ def sum_of_owner(partial, order, offsets, dk, s, D: tl.constexpr, DP: tl.constex
     tl.store(out, tl.load(out, mask=d < D, other=0.0) + tl.sum(total, 0), mask=d < D)
 
 
-@triton.jit
-def owner_sum_kernel(partial, order, offsets, dk, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr):
-    sum_of_owner(partial, order, offsets, dk, tl.program_id(0), D, DP, BR)
-
-
 @triton.jit(do_not_specialize=["tasks"])
 def owner_sum_ascend_kernel(partial, order, offsets, dk, tasks, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr):
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
@@ -192,24 +200,25 @@ def owner_sum_ascend_kernel(partial, order, offsets, dk, tasks, D: tl.constexpr,
 
 @cache
 def gradients_spec(
-    dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, topk: int, table: bool, owners: torch.dtype | None, npu: bool = False
+    dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, topk: int, table: bool, rows: bool, npu: bool = False
 ) -> Spec:
-    """owners: dtype of the list of keys that goes with rows of their own; None adds atomically."""
+    """rows: dk in rows of their own rather than by atomics."""
     name = TRITON_DTYPE[dtype]
     padded = max(16, triton.next_power_of_2(dim))
-    wide, rows = dtype == torch.float32 or npu, owners is not None
+    wide = dtype == torch.float32 or npu
     parts = 1 if padded < 128 else 2 if wide else 4  # small pieces need few registers, and little shared memory to be turned in
     return Spec(
         gradients_ascend_kernel if npu else gradients_kernel,
         types={
             "q": f"*{name}", "k": f"*{name}", "weights": f"*{TRITON_DTYPE[weights_dtype]}", "indices": "*i32", "dscores": "*fp32",
-            "span": "*i32", "dq": f"*{name}", "dk": "*fp32" if owners is None else f"*{name}",
-            "owners": "*i16" if owners == torch.int16 else "*i32", "dweights": "*fp32",
-            "r0": "i32", "h0": "i32", "S": "i32", "S3": "i32", **({"tasks": "i32"} if npu else {}),
+            "span": "*i32", "dq": f"*{name}", "dk": f"*{name}" if rows else "*fp32",
+            "owners": "*i32", "table": "*i32", "offsets": "*i32", "dweights": "*fp32",
+            **dict.fromkeys(("r0", "h0", "S", "S3", "keys", "size"), "i32"), **({"tasks": "i32"} if npu else {}),
         },
         consts={
             "H": heads, "HB": max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim, "DP": padded, "K": topk,
-            "P": max(16, triton.next_power_of_2(topk)), "TABLE": table, "ATOMIC": not rows, "SHRINK": dtype == torch.float16,
+            "P": max(16, triton.next_power_of_2(topk)), "TABLE": table, "ATOMIC": not rows, "PLACED": rows and not npu,
+            "SHRINK": dtype == torch.float16,
             "BS": 32 if dtype == torch.float32 else 64, "PARTS": parts, "EARLY": rows and not wide, "STAGES": (2 if wide else 3) if rows else 1,
         },
         num_warps=4,
@@ -220,14 +229,23 @@ def gradients_spec(
 
 
 @cache
-def owner_sum_spec(dtype: torch.dtype, dim: int, npu: bool = False) -> Spec:
-    types = {"partial": f"*{TRITON_DTYPE[dtype]}", "order": "*i64", "offsets": "*i64", "dk": "*fp32"}
-    return Spec(
-        owner_sum_ascend_kernel if npu else owner_sum_kernel,
-        types={**types, "tasks": "i32"} if npu else types,
-        consts={"D": dim, "DP": max(16, triton.next_power_of_2(dim)), "BR": 32},
-        targets=("ascend",) if npu else ("cuda", "hip"),
-    )
+def owner_sum_spec(dtype: torch.dtype, dim: int) -> Spec:
+    types = {"partial": f"*{TRITON_DTYPE[dtype]}", "order": "*i64", "offsets": "*i64", "dk": "*fp32", "tasks": "i32"}
+    consts = {"D": dim, "DP": max(16, triton.next_power_of_2(dim)), "BR": 32}
+    return Spec(owner_sum_ascend_kernel, types=types, consts=consts, targets=("ascend",))
+
+
+def gradient_specs(
+    dtype: torch.dtype, weights_dtypes: Iterable[torch.dtype], heads: int, dim: int, topk: int, table: bool
+) -> Iterator[Spec]:
+    """All that `slot_gradients` can launch."""
+    for weights in weights_dtypes:
+        for rows, npu in ((False, False), (True, False), (True, True)):
+            yield gradients_spec(dtype, weights, heads, dim, topk, table, rows, npu)
+    yield rank_spec(topk, table)
+    yield from place_specs()
+    yield sum_rows_spec(TRITON_DTYPE[dtype], dim)
+    yield owner_sum_spec(dtype, dim)
 
 
 def slot_gradients(
@@ -245,7 +263,6 @@ def slot_gradients(
     On an NPU the sum is always the deterministic one. npu: see `on_npu`.
     """
     npu = on_npu(q.device, npu)
-    deterministic = deterministic or npu
     heads, dim = q.shape[-2:]
     topk = indices.shape[-1]
     batch, queries = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
@@ -255,30 +272,32 @@ def slot_gradients(
     dweights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
     if not rows or not topk or not keys:
         return dq.zero_(), dk, dweights.zero_()
-    owner = None if not deterministic else owner_dtype(batch * keys, npu)
-    spec = gradients_spec(q.dtype, weights.dtype, heads, dim, topk, span is not None, owner, npu)
+    spec = gradients_spec(q.dtype, weights.dtype, heads, dim, topk, span is not None, deterministic or npu, npu)
     blocks = triton.cdiv(heads, spec.consts["HB"])
     tensors = (q, k, weights, indices, dscores, indices if span is None else span, dq)
-    if owner is None:
-        spec.launch((rows, blocks), *tensors, dk, indices, dweights, 0, 0, queries, keys)
+    if not deterministic and not npu:
+        spec.launch((rows, blocks), *tensors, dk, indices, indices, indices, dweights, 0, 0, queries, keys, 0, 1)
         return dq, dk, dweights
     length = min(rows, max(1, PARTIAL_BYTES // (topk * dim * q.element_size())))
     partial = torch.empty(length * topk, dim, dtype=q.dtype, device=q.device)
-    owners = torch.empty(length * topk, dtype=owner, device=q.device)
-    bounds = torch.arange(batch * keys + 1, dtype=owner, device=q.device)
+    owners = torch.empty(length * topk, dtype=torch.int32, device=q.device)
+    every = batch * keys
+    bounds = torch.arange(every + 1, dtype=torch.int32, device=q.device) if npu else owners
     for r0 in range(0, rows, length):
         some = min(length, rows - r0)
-        for h0 in range(blocks):
-            arguments = (*tensors, partial, owners, dweights, r0, h0, queries, keys)
+        sizes = (queries, keys, every, chunk_size(some))
+        table = offsets = owners
+        if not npu:
+            table, offsets = places(indices, dscores, span, owners, r0, some, queries, keys, every)
+        for h0 in range(blocks):  # whose rows lie in the same places
+            arguments = (*tensors, partial, owners, table, offsets, dweights, r0, h0, *sizes)
             spec.launch((grid_size(q.device, some, npu), 1), *arguments, *((some,) if npu else ()))
+            if not npu:
+                sum_rows_spec(TRITON_DTYPE[q.dtype], dim).launch((every,), partial, offsets, dk)
+                continue
             if h0 == 0:  # the same for every block of heads
                 lists, order = owners[: some * topk].sort(stable=True)
-                offsets = torch.searchsorted(lists, bounds)
-            owners_grid = (grid_size(q.device, batch * keys, npu, vector=True),)
-            owner_sum_spec(q.dtype, dim, npu).launch(owners_grid, partial, order, offsets, dk, *((batch * keys,) if npu else ()))
+                ends = torch.searchsorted(lists, bounds)
+            grid = (grid_size(q.device, every, npu, vector=True),)
+            owner_sum_spec(q.dtype, dim).launch(grid, partial, order, ends, dk, every)
     return dq, dk, dweights
-
-
-def owner_dtype(keys: int, npu: bool) -> torch.dtype:
-    """Of the number of a key, from -1 to keys: half as many bits are sorted in half the time."""
-    return torch.int16 if keys < 2**15 and not npu else torch.int32

@@ -194,6 +194,35 @@ def check_gradients(case, device, dtype, deterministic):
         assert relative_error(g, w) <= GRADIENT_LIMIT[dtype], f"d{name}: {relative_error(g, w):.1e}"
 
 
+@pytest.mark.parametrize("repeats", [False, True])
+def test_places_are_those_of_a_stable_sort(kernel_device, monkeypatch, repeats):
+    """Of two batch entries, from a row on that is not the first; slots without a gradient have none; an index may come again in a row."""
+    import indexer.places as module
+
+    poison_empty(monkeypatch)
+    monkeypatch.setattr(module, "CHUNK", 4)
+    queries, keys, topk, r0 = (19, 20, 16, 5) if kernel_device == "cpu" else (1500, 900, 96, 333)
+    total, rows = 2 * queries, 2 * queries - r0 - 1
+    generator = torch.Generator().manual_seed(1)
+    order = torch.rand(total, keys, generator=generator).argsort(1)[:, :topk]
+    indices = torch.randint(-1, keys // 3, (total, topk), generator=generator) if repeats else order
+    grad = torch.randn(total, topk, generator=generator) * (torch.rand(total, topk, generator=generator) < 0.8)
+    indices, grad = indices.int().to(kernel_device), grad.to(kernel_device)
+    ranks = torch.empty(rows, topk, dtype=torch.int32, device=kernel_device)
+    table, offsets = module.places(indices, grad, None, ranks, r0, rows, queries, keys, 2 * keys)
+
+    row = torch.arange(r0, r0 + rows, device=kernel_device)[:, None]
+    indices, grad = indices[r0 : r0 + rows].long(), grad[r0 : r0 + rows]
+    on = (indices >= 0) & (grad != 0)
+    key = indices + row // queries * keys
+    sizes = torch.bincount(key[on], minlength=2 * keys)
+    assert torch.equal(offsets.long(), torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])) and torch.equal(ranks >= 0, on)
+    place = torch.where(on, ranks + offsets[key.clamp(min=0)] + table[(row - r0) // 4, key.clamp(min=0)], -1)
+    want = torch.empty(rows * topk, dtype=torch.long, device=kernel_device)
+    want[torch.where(on, key, 2 * keys).flatten().sort(stable=True).indices] = torch.arange(rows * topk, device=kernel_device)
+    assert torch.equal(place.long().flatten(), torch.where(on.flatten(), want, -1))
+
+
 def test_gradients_in_pieces(kernel_device, monkeypatch):
     """The deterministic sum in several pieces of queries gives the same as in one."""
     import indexer.gradients as module

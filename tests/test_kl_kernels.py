@@ -329,6 +329,16 @@ def test_backward_scales_as_the_reference_does(kernel_device):
                 assert got.dtype == want.dtype and torch.equal(got, want)
 
 
+def test_backward_that_comes_again(kernel_device):
+    """From the third call on a GPU starts the backward's launch over with new addresses; values, dtypes and factors change on the way."""
+    leaves, options = make(BSND, "given/joint", device=kernel_device)
+    for factor in (1.0, 1.0, 1.0, 0.5, 1.0, 0.5, 0.5) if kernel_device == "cuda" else (1.0, 0.5):
+        leaves = [torch.randn_like(x) for x in leaves]
+        compare(leaves, options, coefficient=factor)
+    for _ in range(4 if kernel_device == "cuda" else 0):
+        compare([leaves[0].half(), leaves[1].half(), leaves[2]], options, coefficient=0.5)
+
+
 def test_no_gradients_wanted(kernel_device):
     """Without a leaf that wants a gradient only the value is computed."""
     from kernel_runtime.launch import LAUNCH_OBSERVERS

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from indexer.core import span_spec
-from indexer.gradients import gradients_spec, owner_sum_spec
+from indexer.gradients import gradient_specs
 from indexer.kl_loss.dense import dense_gradient_spec, dense_teacher_spec
 from indexer.kl_loss.fwd import rows_spec, total_spec
 from indexer.kl_loss.slots import slot_scores_spec, slot_teacher_spec
@@ -99,12 +99,9 @@ def specs(shape: ModelShape) -> Iterator:
                 yield dense_gradient_spec(*index, ratio, table, keys, npu)
             if npu:
                 yield scores_ascend_spec(*index, ratio, table)
-                yield gradients_spec(*index, shape.index_topk, table, torch.int32, npu=True)
                 continue
             yield scores_spec(*index, ratio, table)
-            for owners in (None, torch.int16, torch.int32):
-                yield gradients_spec(*index, shape.index_topk, table, owners)
-    for npu in (False, True):
-        yield owner_sum_spec(dtype, shape.index_dim, npu)
+    for table in (False, True):
+        yield from gradient_specs(dtype, [index[1] for index in indexers], shape.index_heads, shape.index_dim, shape.index_topk, table)
     for weights in dict.fromkeys((dtype, torch.float32)):
         yield scale_spec(dtype, weights)

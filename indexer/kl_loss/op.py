@@ -88,7 +88,7 @@ BACKWARD = OPS.register(
     triton="indexer.kl_loss.bwd:indexer_kl_loss_bwd",
 )
 run_loss = eager_call(LOSS)
-run_backward = eager_call(BACKWARD)
+run_backward = eager_call(BACKWARD, replay=True)
 register_specs("indexer.kl_loss", "indexer.kl_loss.bwd:specs")
 
 

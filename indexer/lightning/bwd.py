@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from indexer.core import span_spec, visible_table
-from indexer.gradients import gradients_spec, owner_sum_spec, slot_gradients
+from indexer.gradients import gradient_specs, slot_gradients
 from indexer.library import SEGMENT
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.ascend.topk import order_ascend_spec, select_ascend_spec
@@ -47,14 +47,11 @@ def specs(shape: ModelShape) -> Iterator:
         yield select_spec(topk, ratio, table, 1, SEGMENT)
         yield select_spec(topk, ratio, table, 2, NARROW)
         yield order_spec(topk, ratio, table, True)
-        for weights in dict.fromkeys((dtype, torch.float32)):  # the ops take either
+        both = tuple(dict.fromkeys((dtype, torch.float32)))  # the ops take either
+        yield from gradient_specs(dtype, both, heads, dim, topk, table)
+        for weights in both:
             yield scores_spec(dtype, weights, heads, dim, ratio, table)
-            for owners in (None, torch.int16, torch.int32):
-                yield gradients_spec(dtype, weights, heads, dim, topk, table, owners)
-            yield gradients_spec(dtype, weights, heads, dim, topk, table, torch.int32, npu=True)
             yield scores_ascend_spec(dtype, weights, heads, dim, ratio, table)
         for held in (False, True):
             yield select_ascend_spec(topk, ratio, table, held)
         yield order_ascend_spec(topk, ratio, table, True)
-    for npu in (False, True):
-        yield owner_sum_spec(dtype, dim, npu)
