@@ -3,6 +3,7 @@ every replay launches what the launcher does."""
 
 import importlib
 import itertools
+import threading
 
 import pytest
 import torch
@@ -319,3 +320,35 @@ def test_replays_are_differentiable(driver, monkeypatch, op):
         found.append([(type(out), len(outputs)), *((t.shape, t.dtype, t.stride()) for t in (*outputs, *grads))])
     assert len(outputs) and found[1:] == found[:1] * 3
     assert len(count) == 4
+
+
+def test_threads_that_record_at_once(driver, monkeypatch):
+    """Each sees its own launches and allocations alone."""
+    from mhc_ops.boundary.bwd import post_pre_bwd
+
+    calls = Calls(driver, monkeypatch)
+    for pre_mix in (False, True):
+        boundary(5, pre_mix)
+    cases = {tokens: boundary_arguments(tokens, tokens % 2 == 0)[1] for tokens in range(3, 9)}
+    errors = []
+
+    def work(tokens):
+        try:
+            for _ in range(6):
+                found = calls.backward.find(cases[tokens][:16], cases[tokens][16:])
+                out = calls.backward.call(post_pre_bwd, cases[tokens]) if found is None else found[0](found[1])
+                assert out[1].shape == (tokens, N, D)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(tokens,)) for tokens in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for arguments in cases.values():
+        one, _ = calls.backward.find(arguments[:16], arguments[16:])
+        other = replay.record(post_pre_bwd, arguments[:-1])[1]
+        assert len(one.starts) == 3 and one.made == other.made and one.offsets == other.offsets and one.results == other.results
+        assert [(s.grid, s.tail, s.pick(range(99))) for s in one.starts] == [(s.grid, s.tail, s.pick(range(99))) for s in other.starts]
