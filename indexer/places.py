@@ -100,10 +100,12 @@ def sum_rows_kernel(partial, offsets, dk, D: tl.constexpr, DP: tl.constexpr, BR:
 @cache
 def rank_spec(slots: int, table: bool) -> Spec:
     names = ("r0", "S", "S3", "rows", "keys", "size")
+    size = max(16, triton.next_power_of_2(slots))
     return Spec(
         rank_kernel,
         types={"indices": "*i32", "dscores": "*fp32", "span": "*i32", "ranks": "*i32", "table": "*i32"} | dict.fromkeys(names, "i32"),
-        consts={"K": slots, "P": max(16, triton.next_power_of_2(slots)), "TABLE": table},
+        consts={"K": slots, "P": size, "TABLE": table},
+        num_warps=min(16, max(4, size // 128)),
         targets=GPU_TARGETS,
     )
 
