@@ -35,12 +35,19 @@ class Launcher:
         self.launches.append(((x, y, z), stream, function, arguments))
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """Triton's cache folder: every kernel is compiled once"""
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.fixture
-def driver(monkeypatch, tmp_path):
+def driver(monkeypatch, kernels):
     from triton.backends.compiler import GPUTarget
 
     from kernel_runtime import direct
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
     monkeypatch.setattr(direct, "supported", lambda: True)
     monkeypatch.setattr(direct, "_device", lambda: 0, raising=False)
     monkeypatch.setattr(direct, "_stream", lambda device: 0)
