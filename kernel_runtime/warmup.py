@@ -180,16 +180,12 @@ def _compile_part(plan_json: str, target: str, folder: str, rank: int, world: in
 
 
 def _merge(reports: list[Report]) -> Report:
-    """One row a kernel: of the process that made it, else of the first."""
+    """One row a kernel, of which every process has its own in the same order: of the process that made it, else of the first."""
     merged = reports[0]
-    best = {(r.key, r.op, r.kernel): r for r in merged.rows}
-    for report in reports[1:]:
-        for row in report.rows:
-            if row.state != "cached":
-                best[row.key, row.op, row.kernel] = row
-        for message in report.messages:
-            merged.say(message)
-    merged.rows = list(best.values())
+    for message in (message for report in reports[1:] for message in report.messages):
+        merged.say(message)
+    rows = zip(*(report.rows for report in reports), strict=True)
+    merged.rows = [next((row for row in same if row.state != "cached"), same[0]) for same in rows]
     return merged
 
 
