@@ -169,8 +169,8 @@ def _bit(P: tl.constexpr, LOG: tl.constexpr, i: tl.constexpr):
 
 @triton.jit
 def sort_ascending(x, P: tl.constexpr, LOG: tl.constexpr):
-    """Bitonic sort of int32 [P = 2^LOG]. Where a stage sorts runs downwards they are negated for its time, so that a step between places of
-    one thread is a single minimum or maximum (`tl.sort` compares and selects: twice the instructions)."""
+    """Bitonic sort of int32 or int64 [P = 2^LOG]. Where a stage sorts runs downwards they are negated for its time, so that a step between
+    places of one thread is a single minimum or maximum, or one comparison (`tl.sort` compares and selects by a third word)."""
     h = tl.reshape(x, [2] * LOG)
     for stage in tl.static_range(1, LOG + 1):
         if stage < LOG:
@@ -244,7 +244,7 @@ def order_kernel(
             wrong = tl.sum((tl.associative_scan(falling, 0, _least) != falling).to(tl.int32), 0)
         if wrong > 0:
             # ascending in the complement is descending in the score; an empty place needs an index of its own to stay a strict order
-            both = tl.sort(_spread(((~key).to(tl.int64) << 32) | tl.where(held, column, slot).to(tl.int64), P, W))
+            both = sort_ascending(_spread(((~key).to(tl.int64) << 32) | tl.where(held, column, slot).to(tl.int64), P, W), P, LOG)
             key = ~(both >> 32).to(tl.int32)
             column = both.to(tl.int32)
     tl.store(indices + slot, tl.where(held, column, -1), mask=slot < K)
