@@ -97,7 +97,7 @@ def warmup(
 
         whole = plan if isinstance(plan, Plan) else plan_for(plan, dtype)
         with compiling_allowed(), torch.get_device_module(chosen).device(chosen):
-            report = _warm_device(whole, chosen, cache_dir, lock_timeout, threads)
+            report = _warm_device(whole, cache_dir, lock_timeout, threads)
     if barrier and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()
     report.seconds = time.perf_counter() - begun
@@ -107,7 +107,8 @@ def warmup(
     return report
 
 
-def _warm_device(plan: Any, device: torch.device, cache_dir: Any, lock_timeout: float, threads: int | None) -> Report:
+def _warm_device(plan: Any, cache_dir: Any, lock_timeout: float, threads: int | None) -> Report:
+    """On the current device"""
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
