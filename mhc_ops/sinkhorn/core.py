@@ -9,8 +9,9 @@ Only sums are kept for the backward (2 * iters * P values a token), never a matr
 multiplying by the sums ("v4"), or from the logits and the accumulated log sums ("paper"). The gradient that is carried back is that of
 the matrix's logarithm, h = m * d(m): a step m = a / s, s = sum(a) + eps along one index, takes it to h_a = h - m * sum(h), without a division
 and with little that depends on the step before. The sums live in tensors
-[H, BT, P], H the power of two at or above iters, written one slot at a time with `where`: rolled loops, no scratch memory. Where there
-are the registers, or Ascend's unified buffer, they are the values of a function that calls itself instead (`history`).
+[H, BT, P], H the power of two at or above iters, written one slot at a time with `where`: rolled loops, no scratch memory. Where a GPU
+has the registers, tuples hold factors instead (`_bwd_factors`); of a turned block the sums are values in calls of a function by itself,
+as Ascend's Triton 3.2 has no tuples (`_turned_steps`). `history` decides.
 """
 
 import triton
@@ -58,7 +59,7 @@ def _padded_eps(on, eps, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _softmax_start(logits, on, eps, ROW: tl.constexpr):
+def _softmax_start(logits, on, ROW: tl.constexpr):
     z = _inside(on, logits, float("-inf"))
     z = tl.exp(z - tl.expand_dims(tl.max(_inside(on, logits, -3.0e38), ROW), ROW))
     z = _inside(on, z, 0.0)
@@ -98,7 +99,7 @@ def sinkhorn_block(logits, on, eps, ITERS: tl.constexpr, PAPER: tl.constexpr):
 def _v4(logits, on, eps, ITERS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr):
     column_eps = _padded_eps(on, eps, COL)
     row_eps = _padded_eps(on, eps, ROW)
-    m = _inside(on, _softmax_start(logits, on, eps, ROW) + eps, 0.0)
+    m = _inside(on, _softmax_start(logits, on, ROW) + eps, 0.0)
     m = m * tl.expand_dims(1.0 / (tl.sum(m, COL) + column_eps), COL)
     for _ in range(ITERS - 1):
         m = m * tl.expand_dims(1.0 / (tl.sum(m, ROW) + row_eps), ROW)
@@ -154,8 +155,8 @@ def _turned_steps(m, dm, eps, LEFT: tl.constexpr, ROW: tl.constexpr, COL: tl.con
 
 @triton.jit
 def _bwd_turned(logits, dm, eps, ITERS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr):
-    """For Ascend, whose Triton has no tuples to keep the sums in"""
-    soft = _softmax_start(logits, None, eps, ROW)
+    """For Ascend"""
+    soft = _softmax_start(logits, None, ROW)
     m = soft + eps
     m = m * tl.expand_dims(1.0 / (tl.sum(m, COL) + eps), COL)
     m, h = _turned_steps(m, dm, eps, ITERS - 1, ROW, COL)
@@ -178,7 +179,7 @@ def _bwd_factors(logits, dm, on, eps, ITERS: tl.constexpr):
     products; k = h / a ends as the gradient of a."""
     column_eps = _padded_eps(on, eps, 1)
     row_eps = _padded_eps(on, eps, 2)
-    soft = _softmax_start(logits, on, eps, 2)
+    soft = _softmax_start(logits, on, 2)
     a = tl.where(on, soft + eps, 0.0)
     u = tl.where(row_eps > 0.5, 1.0, 1.0)
     v = _over(tl.sum(a, 1) + column_eps)
@@ -229,7 +230,7 @@ def _bwd_rolled(logits, dm, on, eps, ITERS: tl.constexpr, H: tl.constexpr, PAPER
     else:
         column_eps = _padded_eps(on, eps, 1)
         row_eps = _padded_eps(on, eps, 2)
-        soft = _softmax_start(logits, on, eps, 2)
+        soft = _softmax_start(logits, on, 2)
         m = tl.where(on, soft + eps, 0.0)
         c = tl.sum(m, 1) + column_eps
         m = m * (1.0 / c)[:, None, :]
