@@ -25,7 +25,7 @@ FLASH_KERNELS = dataclasses.replace(
 
 def check_steps(config, dtype, lengths, target=None):
     """A training step of each length and an evaluation in between; every launch must be in the plan (of the target, if one is named), with
-    the arguments it declares."""
+    the arguments it declares. Returns the kernels' names."""
     from kernel_runtime.plan import plan_for
     from kernel_runtime.targets import parse_target
 
@@ -49,6 +49,7 @@ def check_steps(config, dtype, lengths, target=None):
     assert not recording.mismatches, recording.mismatches
     missing = [f"{s.name} {dict(s.types)} {dict(s.consts)}" for s in recording.specs if s not in plan]
     assert not missing, "launched but not in the plan:\n" + "\n".join(missing)
+    return {spec.name for spec in recording.specs}
 
 
 @pytest.mark.timeout(900)
@@ -58,9 +59,10 @@ def test_a_step_launches_nothing_outside_the_plan():
 
 @pytest.mark.parametrize(("config", "sm_90"), [(TINY, False), (FLASH_KERNELS, False), (FLASH_KERNELS, True)], ids=["tiny", "flash", "sm_90"])
 def test_bf16_launches_nothing_outside_the_plan(config, sm_90, monkeypatch):
-    """As the trainer does it: parameters in bf16 but for the islands. Launches are only listed here, so sizes do not matter, and the
-    attention can be asked for what it takes on sm_90."""
+    """As the trainer does it: parameters in bf16 but for the islands. Launches are only listed here, so sizes do not matter, and
+    attention and mHC can be asked for what they take on sm_90."""
     from kernel_runtime import launch
+    from mhc_ops import hopper
     from sparse_attn.shared_kv import choice
 
     def launch_nothing(self, grid, *args):
@@ -73,7 +75,9 @@ def test_bf16_launches_nothing_outside_the_plan(config, sm_90, monkeypatch):
     monkeypatch.setattr(launch.Spec, "launch", launch_nothing)
     if sm_90:
         monkeypatch.setattr(choice, "hopper_supports", lambda q: None)
-    check_steps(config, torch.bfloat16, (40, 150, 600), "sm_90" if sm_90 else "sm_80")
+        monkeypatch.setattr(hopper, "takes", lambda x, *others: hopper.covers(x.dtype, *x.shape[-2:]))
+    launched = check_steps(config, torch.bfloat16, (40, 150, 600), "sm_90" if sm_90 else "sm_80")
+    assert (launched >= {"hopper_bwd_kernel", "boundary_bwd_kernel"}) == sm_90
 
 
 def test_csa_ratio_decides_which_layers_have_an_indexer():
