@@ -43,6 +43,11 @@ class Allocations(TorchDispatchMode):
         self.tensors: list[torch.Tensor] = []
         self.other = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import torch._dynamo at the first call, which takes seconds and leaves cycles that hold tensors; nothing is compiled here"""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in ALLOCATIONS:
@@ -111,17 +116,21 @@ def record(launcher: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any,
     from kernel_runtime.launch import WATCHING
 
     launches: list[Any] = []
+    allocations = Allocations()
     WATCHING.launches = launches
     try:
-        with Allocations() as made:
+        with allocations:
             result = launcher(*arguments)
-    finally:
-        WATCHING.launches = None
-    inputs = [a for a in arguments if isinstance(a, torch.Tensor)]
-    try:
-        return result, None if made.other else _replay(inputs, [t for t in made.tensors if t.numel()], launches, result)
+        inputs = [a for a in arguments if isinstance(a, torch.Tensor)]
+        made = [t for t in allocations.tensors if t.numel()]
+        return result, None if allocations.other else _replay(inputs, made, launches, result)
     except _NotRepeatable:
         return result, None
+    finally:
+        WATCHING.launches = None
+        # a mode is part of a cycle, and a traceback may hold this frame: neither is to keep memory of the device
+        allocations.tensors.clear()
+        launches.clear()
 
 
 class _NotRepeatable(Exception):

@@ -1,12 +1,14 @@
 """The host side of a boundary in both directions, over shapes that come again: every direct launch is the one that Triton would make, and
 every replay launches what the launcher does."""
 
+import gc
 import importlib
 import itertools
 import threading
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernel_runtime import interpreting, replay
 from kernel_runtime.workspace import Piece
@@ -359,3 +361,52 @@ def test_threads_that_record_at_once(driver, monkeypatch):
         other = replay.record(post_pre_bwd, arguments[:-1])[1]
         assert len(one.starts) == 3 and one.made == other.made and one.offsets == other.offsets and one.results == other.results
         assert [(s.grid, s.tail, s.pick(range(99))) for s in one.starts] == [(s.grid, s.tail, s.pick(range(99))) for s in other.starts]
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 2], ids=["plain", "recorded", "replayed"])
+def test_no_memory_leaves_nothing_held(driver, monkeypatch, calls_before):
+    """Wherever an allocation fails, what was allocated before it goes with the exception, without the garbage collector."""
+    from mhc_ops.boundary.bwd import post_pre_bwd
+    from mhc_ops.boundary.fwd import post_pre_fwd
+
+    calls = Calls(driver, monkeypatch)
+    boundary(5, False)
+    left, failures = [], 0
+
+    def limited(make):
+        def inner(*args, **kwargs):
+            if not left:
+                raise torch.OutOfMemoryError("no memory left")
+            left.pop()
+            tensor = make(*args, **kwargs)
+            storages.append(StorageWeakRef(tensor.untyped_storage()))
+            return tensor
+
+        return inner
+
+    storages = []
+    arguments = boundary_arguments(5, False)
+    pairs = ((replay.Replays, 8, post_pre_fwd, arguments[0]), (replay.Replays, 16, post_pre_bwd, arguments[1]))
+    for make, tensors, launcher, given in pairs:
+        for successes in range(20):
+            replays = make(tensors)
+            for _ in range(calls_before):
+                calls(replays, launcher, given)
+            gc.disable()
+            try:
+                with monkeypatch.context() as patch:
+                    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+                        patch.setattr(owner, name, limited(getattr(owner, name)))
+                    patch.setitem(replay.ALLOCATE, "cpu", limited(replay.ALLOCATE["cpu"]))
+                    left[:] = range(successes)
+                    try:
+                        calls(replays, launcher, given)
+                    except torch.OutOfMemoryError:
+                        failures += 1
+                driver.launches.clear()
+                held = [i for i, storage in enumerate(storages) if not storage.expired()]
+                assert not held, (launcher.__name__, successes, held, len(storages))
+            finally:
+                gc.enable()
+                storages.clear()
+    assert failures == 8 + 8
