@@ -110,7 +110,9 @@ class EagerCall:
 
     def known(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Replay | None:
         """The replay of a call with these arguments: they have been checked then. Not for code that is compiled."""
-        found = None if self.replays is None else self.replays.find(tensors, options)
+        if self.replays is None or any([t.is_nested for t in tensors if t is not None]):  # whose strides TensorGuards ends the process for
+            return None
+        found = self.replays.find(tensors, options)
         return None if found is None else found[0]
 
 

@@ -17,6 +17,8 @@ CONVENTIONS = ("v4", "paper")
 MIN_STREAMS, MAX_STREAMS = 2, 8
 MAX_SIGNATURES = 4096
 REPLAYED = ("auto", "triton")  # values of impl that may be answered by a replay
+# what looking for a replay raises: for something that is no tensor, None in every place, a tensor without a shape
+NO_TENSORS = (AttributeError, TypeError, IndexError, RuntimeError)
 
 
 def coefficient_dtype(like: torch.Tensor) -> torch.dtype:
@@ -142,7 +144,7 @@ def known_call(call: EagerCall, tensors: tuple[Any, ...], impl: str) -> tuple[An
         return None
     try:
         replay = call.known(tensors, ("triton",))
-    except (AttributeError, TypeError):  # something that is no tensor: the checks say what
+    except NO_TENSORS:  # the checks say what
         return None
     return None if replay is None else ("triton", replay)
 
@@ -156,6 +158,6 @@ def known_site(
     try:
         options = _site_options(op, iters, hc_eps, norm_eps, convention, return_pre)
         replay = call.known(tensors, options)
-    except (AttributeError, TypeError):  # or what cannot be hashed
+    except NO_TENSORS:  # or what cannot be hashed
         return None
     return None if replay is None else (*options, replay)

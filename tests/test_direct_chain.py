@@ -305,12 +305,10 @@ def test_a_replay_fills_new_memory_where_torch_does(driver, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "hc_expand"])
-def test_replays_are_differentiable(driver, monkeypatch, op):
-    """Of every public function, in both directions, from the third call on; no kernel runs, so shapes and None are what there is to see."""
-    import mhc_ops
+@pytest.fixture
+def replayed(driver, monkeypatch):
+    """The public functions run on a CPU as they do on a GPU, but for the kernels; one entry for every replay"""
     from kernel_runtime import impl, ops
-    from reference.cases.mhc import MhcShape, make_inputs
 
     Calls(driver, monkeypatch)
     monkeypatch.setattr(impl, "KERNEL_DEVICES", ("cpu",))
@@ -320,6 +318,15 @@ def test_replays_are_differentiable(driver, monkeypatch, op):
     modules = [importlib.import_module(f"mhc_ops.{name}.op") for name in FOLDERS]
     for call in [c for m in modules for c in vars(m).values() if isinstance(c, ops.EagerCall)]:
         monkeypatch.setattr(call, "replays", replay.Replays(call.replays.tensors))
+    return count
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "hc_expand"])
+def test_replays_are_differentiable(replayed, op):
+    """Of every public function, in both directions, from the third call on; no kernel runs, so shapes and None are what there is to see."""
+    import mhc_ops
+    from reference.cases.mhc import MhcShape, make_inputs
+
     inputs = [t.requires_grad_() for t in make_inputs(op, MhcShape(1, 3, 4, D), dtype=torch.float32).values()]
     found = []
     for _ in range(4):
@@ -328,7 +335,22 @@ def test_replays_are_differentiable(driver, monkeypatch, op):
         grads = torch.autograd.grad(outputs, inputs, [torch.ones_like(o) for o in outputs])
         found.append([(type(out), len(outputs)), *((t.shape, t.dtype, t.stride()) for t in (*outputs, *grads))])
     assert len(outputs) and found[1:] == found[:1] * 3
-    assert len(count) == 4
+    assert len(replayed) == 4
+
+
+@pytest.mark.parametrize("op", ["hc_pre", "hc_post", "hc_post_pre"])
+def test_what_is_no_plain_tensor_is_named_after_replays_too(replayed, op):
+    import mhc_ops
+    from reference.cases.mhc import MhcShape, make_inputs
+
+    inputs = list(make_inputs(op, MhcShape(1, 3, 4, D), dtype=torch.float32).values())
+    for _ in range(3):
+        getattr(mhc_ops, op)(*inputs)
+    assert replayed
+    nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(1, 3)])
+    for wrong in ([nested, *inputs[1:]], [*inputs[:-1], nested], [None] * len(inputs), [inputs[0].numpy(), *inputs[1:]]):
+        with pytest.raises((TypeError, ValueError), match=f"^{op}: "):
+            getattr(mhc_ops, op)(*wrong)
 
 
 def test_threads_that_record_at_once(driver, monkeypatch):
