@@ -57,6 +57,21 @@ def test_signed_mean_and_yardsticks_of_another_length(tmp_path, capsys):
     assert "c -2.50e-01, d +0.00e+00" in next(line for line in lines if line.startswith("mean signed"))
 
 
+def test_a_yardstick_from_a_later_step_or_without_losses_has_the_spans_of_the_first(tmp_path, capsys):
+    """It would show the median of 8-11 in the row of 8-15, as its own spans start elsewhere."""
+    a = write_run(tmp_path / "a", dict.fromkeys(range(1, 16), 1.0))
+    late = write_run(tmp_path / "late", {step: 1.0 - step / 100 for step in range(5, 16)})
+    bare = write_run(tmp_path / "bare", {1: 1.0})
+    (bare / "metrics.jsonl").write_text('{"step": 1, "bits_per_byte": 2.0}\n')
+    plot = tmp_path / "no" / "plot.png"
+    assert compare.main([str(a), str(a), "--yardstick", str(late), str(bare), "--plot", str(plot)]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[5:] for line in out.splitlines() if line.strip()[:2] in ("1-", "4-", "8-")}
+    assert rows["8-15"][:2] == ["1.15e-01", "1.50e-01"] and rows["4-7"][:2] == ["6.00e-02", "7.00e-02"]
+    assert set(rows["1-1"]) == {"-"} and rows["8-15"][-1] == "-"
+    assert f"{plot} was not drawn" in out
+
+
 def test_runs_of_one_name_and_one_run_twice(tmp_path):
     a, b, c = tmp_path / "1" / "run", tmp_path / "2" / "run", tmp_path / "other"
     assert compare.named([a, b, c, a]) == {str(a): a, str(b): b, "other": c, f"{a}'": a}

@@ -82,10 +82,10 @@ def spans(first: int, last: int) -> list[range]:
     return [range(before + 2**i, min(before + 2 ** (i + 1), last + 1)) for i in range(steps.bit_length())]
 
 
-def growth(differences: Series) -> list[tuple[range, float, float]]:
-    """Of each span of steps that has any: its median and largest difference."""
+def growth(differences: Series, within: list[range] | None = None) -> list[tuple[range, float, float]]:
+    """Of each span of steps that has any: its median and largest difference. within: the spans, by default those of the series itself."""
     out = []
-    for span in spans(differences[0][0], differences[-1][0]):
+    for span in spans(differences[0][0], differences[-1][0]) if within is None else within:
         inside = [value for step, value in differences if step in span]
         if inside:
             out.append((span, statistics.median(inside), max(inside)))
@@ -96,10 +96,12 @@ def print_growth(series: dict[str, Series]) -> None:
     """series: (step, difference) by name; the spans are those of the first series, '-' where another one has no step of them."""
     print("relative difference of the loss, median and largest")
     print(f"{'steps':>11}" + "".join(f" {name:>23}" for name in series))
-    first, *others = [growth(differences) for differences in series.values()]
-    tables = [{span.start: (median, largest) for span, median, largest in table} for table in others]
-    for span, *own in first:
-        cells = [tuple(own), *(table.get(span.start) for table in tables)]
+    first, *others = series.values()
+    rows = growth(first)
+    within = [span for span, _, _ in rows]
+    tables = [{span: (median, largest) for span, median, largest in growth(differences, within)} for differences in others]
+    for span, *own in rows:
+        cells = [tuple(own), *(table.get(span) for table in tables)]
         text = "".join(f"   {cell[0]:10.2e} {cell[1]:9.2e}" if cell else f"{'-':>24}" for cell in cells)
         print(f"{span.start:5d}-{span.stop - 1:<5d}" + text)
 
@@ -130,7 +132,10 @@ def plot(runs: dict[str, Path], raw: dict[str, Series], smoothed: dict[str, Seri
     for axes in panels:
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(file, dpi=100)
+    try:
+        figure.savefig(file, dpi=100)
+    except (OSError, ValueError) as error:  # no such folder, an ending that is no format
+        return f"{file} was not drawn: {error}"
     return f"plot: {file}"
 
 
