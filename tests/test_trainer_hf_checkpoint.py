@@ -157,7 +157,10 @@ def test_one_process_and_module_names_and_bf16(folders, tmp_path):
         assert config_from_folder(source) == config.model
         load_folder(source, model)
         assert same_bits(gathered(checkpoint.named_tensors(model)), want)
-    save_folder(tmp_path / "saved", model, config.model)
+    (tmp_path / "link").symlink_to("saved")
+    for name in ("link", "saved", "link"):
+        save_folder(tmp_path / name, model, config.model)
+    assert (tmp_path / "link").is_symlink() and {path.name for path in tmp_path.iterdir()} == {"link", "modules", "saved"}
     again = transformers.DeepseekV4ForCausalLM.from_pretrained(tmp_path / "saved")
     assert same_bits(from_hf(again.state_dict()), want)
     said = load_folder(folders / "bf16", model)

@@ -239,7 +239,7 @@ def save_folder(folder: Path, model: nn.Module, config: ModelConfig, file_bytes:
     It is written under a temporary name and renamed when it is whole. An MTP block is written too; transformers skips it.
 
     Args:
-        folder: to write; an earlier export there is replaced, see check_target.
+        folder: to write, or a link to it; an earlier export there is replaced, see check_target.
         config: sizes of the model; ValueError where transformers has no name for one.
         file_bytes: of the largest file, unless a single tensor is larger.
 
@@ -260,6 +260,7 @@ def save_folder(folder: Path, model: nn.Module, config: ModelConfig, file_bytes:
         filled += sizes[piece.source]
     names = [SINGLE] if len(groups) == 1 else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
 
+    folder = folder.resolve()  # where the caller's name is a link, what it points to is replaced: renaming would hit the link
     temporary = folder.with_name(f".{folder.name}.tmp")
 
     def prepare() -> None:
