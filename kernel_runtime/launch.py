@@ -13,6 +13,7 @@ import torch
 import triton
 
 from kernel_runtime.direct import DirectLaunch, direct_launch, settings
+from kernel_runtime.keys import settle
 
 __all__ = ["CUDA_SMEM_LIMIT", "GPU_HINTS", "LAUNCH_OBSERVERS", "ON_ASCEND", "TRITON_DTYPE", "WATCHING", "Spec", "settings"]
 
@@ -57,6 +58,9 @@ class Spec:
     minimal_bytes: float = 0.0
     arch: int | tuple[int, int] | None = None
     yields_on: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        settle(self.kernel)
 
     @property
     def name(self) -> str:

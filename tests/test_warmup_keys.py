@@ -1,0 +1,35 @@
+"""Keys of Triton's cache: the same in every process, whatever kernel is used first."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kernel_runtime import interpreting
+from tests.warmup_tools import ROOT
+
+KEYS = """
+import sys
+from triton.language import constexpr
+from kernel_runtime.plan import load_plan
+
+entries = [spec for _, spec in load_plan("tiny")]
+for spec in entries[:: int(sys.argv[1])]:
+    spec.kernel.cache_key
+    used = {(name, str(value)) for (name, _), (value, _) in spec.kernel.used_global_vals.items() if isinstance(value, constexpr)}
+    assert len(used) == len({name for name, _ in used}), f"{spec.name}: the key orders constants of one name in two modules by address"
+print("\\n".join(sorted({f"{spec.kernel.__module__} {spec.name} {spec.kernel.cache_key}" for spec in entries})))
+"""
+
+
+@pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; they have no keys")
+def test_keys_do_not_depend_on_what_is_used_first():
+    """Kernels in the order of the plan and in the opposite one, in a process each: a constant of a helper once was in the key of the later
+    of its two callers alone."""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", KEYS, step], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for step in ("1", "-1")
+    ]
+    (first, error), (second, _) = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], error
+    assert len(first.splitlines()) > 20 and first == second
