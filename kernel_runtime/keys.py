@@ -3,11 +3,13 @@
 The key of a function contains the module's constants (`tl.constexpr`) that it or a function it calls uses. Triton 3.6 asks a called function
 for those before it has computed that function's own key, and so finds none if this is the first time: a kernel whose helper uses a constant
 has one key where the helper was used before, and another where it was not. A folder filled ahead of time would then miss it. `settle`
-computes the keys of called functions before those of their callers.
+computes the keys of called functions before those of their callers. Triton 3.2, which Triton-Ascend is, would moreover look for the key of a
+function that calls itself without end: such a function gets its key here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import threading
 from collections.abc import Iterator
@@ -28,8 +30,12 @@ def settle(kernel: Any) -> None:
     with _lock:
         if id(kernel) not in _settled:
             _settled.add(id(kernel))  # at once: a function may call itself
-            for function in called(kernel):
+            functions = [function for function in called(kernel) if function is not kernel]
+            for function in functions:
                 settle(function)
+            if FUNCTIONS is triton.runtime.jit.JITFunction and any(function is kernel for function in called(kernel)):
+                text = "".join([kernel.src, *(function.cache_key for function in functions)])
+                kernel.hash = hashlib.sha256(text.encode()).hexdigest()
             kernel.cache_key  # noqa: B018 - computed and kept by Triton
 
 
