@@ -19,7 +19,8 @@ from typing import Any
 import triton.runtime.jit
 
 FUNCTIONS = getattr(triton.runtime.jit, "JITCallable", triton.runtime.jit.JITFunction)  # the latter where Triton is 3.2
-_settled: set[int] = set()
+_settled: dict[int, Any] = {}  # by address, as a hash of a function is one of its key; held, so that no other gets the address
+_underway: set[int] = set()
 _lock = threading.RLock()
 
 
@@ -28,15 +29,20 @@ def settle(kernel: Any) -> None:
     if id(kernel) in _settled or not isinstance(kernel, FUNCTIONS):
         return
     with _lock:
-        if id(kernel) not in _settled:
-            _settled.add(id(kernel))  # at once: a function may call itself
-            functions = [function for function in called(kernel) if function is not kernel]
+        if id(kernel) in _settled or id(kernel) in _underway:  # the latter: it calls itself
+            return
+        _underway.add(id(kernel))
+        try:
+            functions = list(called(kernel))
             for function in functions:
                 settle(function)
-            if FUNCTIONS is triton.runtime.jit.JITFunction and any(function is kernel for function in called(kernel)):
-                text = "".join([kernel.src, *(function.cache_key for function in functions)])
+            if FUNCTIONS is triton.runtime.jit.JITFunction and any(function is kernel for function in functions):
+                text = "".join([kernel.src, *(function.cache_key for function in functions if function is not kernel)])
                 kernel.hash = hashlib.sha256(text.encode()).hexdigest()
             kernel.cache_key  # noqa: B018 - computed and kept by Triton
+            _settled[id(kernel)] = kernel  # other threads pass from here on
+        finally:
+            _underway.discard(id(kernel))
 
 
 def called(kernel: Any) -> Iterator[Any]:
