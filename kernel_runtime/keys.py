@@ -18,6 +18,8 @@ from typing import Any
 
 import triton.runtime.jit
 
+from kernel_runtime.impl import interpreting
+
 FUNCTIONS = getattr(triton.runtime.jit, "JITCallable", triton.runtime.jit.JITFunction)  # the latter where Triton is 3.2
 _settled: dict[int, Any] = {}  # by address, as a hash of a function is one of its key; held, so that no other gets the address
 _underway: set[int] = set()
@@ -25,8 +27,9 @@ _lock = threading.RLock()
 
 
 def settle(kernel: Any) -> None:
-    """Computes the key of `kernel` and, before it, those of all functions it calls. In the interpreter there are no keys."""
-    if id(kernel) in _settled or not isinstance(kernel, FUNCTIONS):
+    """Computes the key of `kernel` and, before it, those of all functions it calls. In the interpreter nothing is compiled, and a function
+    of Gluon could not have a key: it calls functions of Triton's that the interpreter has replaced."""
+    if id(kernel) in _settled or interpreting() or not isinstance(kernel, FUNCTIONS):
         return
     with _lock:
         if id(kernel) in _settled or id(kernel) in _underway:  # the latter: it calls itself
