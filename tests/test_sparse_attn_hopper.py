@@ -46,6 +46,7 @@ CASES = (
     case("swa_16_dense_d256", "swa", 16, 256, S=141, q_offset=-9, B=2, window=128),
     case("swa_64_dense_steps", "swa", 64, 256, S=1403, window=31, sinks="none"),  # programs of two steps and more
     case("swa_128_dense", "swa", 128, 512, S=133, window=100),
+    case("scfa_64_no_slots", "scfa", 64, 512, S=77, K=0, cmp_ratio=7, window=40),  # entries that no list names
     case("cfa_20_negative_scale", "cfa", 20, 512, S=77, cmp_ratio=7, window=40, softmax_scale=-0.05),  # left to the general kernel
     case("scfa_16_d256", "scfa", 16, 256, FP16, S=131, K=70, window=45),
     case("scfa_64_d256", "scfa", 64, 256, S=131, K=40, window=130, q_offset=-9),
@@ -82,7 +83,8 @@ def expected(inputs, dout, mode):
     results = reference_attention(**wide, return_lse=True, return_cmp_probs=mode == "scfa")
     grads = torch.autograd.grad(results[0], list(leaves.values()), dout.double())
     names = {"q": "dq", "ori_kv": "dori", "cmp_kv": "dcmp", "sinks": "dsinks"}
-    return {**dict(zip(("out", "lse", "probs"), (r.detach() for r in results))), **{names[n]: g for n, g in zip(leaves, grads)}}
+    forward = {name: r.detach() for name, r in zip(("out", "lse", "probs"), results) if r.numel()}
+    return {**forward, **{names[n]: g for n, g in zip(leaves, grads)}}
 
 
 @pytest.fixture
@@ -313,33 +315,36 @@ class Launched(Exception):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
-    "mode,window,ratio,scale,dense",
+    "mode,window,ratio,scale,K,kernel",
     [
-        ("swa", 128, 0, 0.1, True),
-        ("swa", 129, 0, 0.1, False),
-        ("swa", None, 0, 0.1, False),
-        ("swa", 128, 0, -0.1, False),
-        ("swa", 128, 0, 0.0, False),
-        ("cfa", 5, 2, 0.1, True),  # 32 entries, the most that stay in shared memory
-        ("cfa", 5, 1, 0.1, False),
-        ("scfa", 5, 3, 0.1, False),
+        ("swa", 128, 0, 0.1, 0, "dense, no entries"),
+        ("swa", 129, 0, 0.1, 0, "general 0"),
+        ("swa", None, 0, 0.1, 0, "general 0"),
+        ("swa", 128, 0, -0.1, 0, "general 0"),
+        ("swa", 128, 0, 0.0, 0, "general 0"),
+        ("cfa", 5, 2, 0.1, 0, "dense, 32 entries"),  # the most that stay in shared memory
+        ("cfa", 5, 1, 0.1, 0, "general 1"),
+        ("cfa", 5, 66, 0.1, 0, "dense, no entries"),
+        ("scfa", 5, 3, 0.1, 4, "general 2"),
+        ("scfa", 5, 3, 0.1, 0, "dense, no entries"),  # of the 21 that there are: no list names any
+        ("scfa", 5, 1, -0.1, 0, "general 0"),
     ],
 )
-def test_which_forward_runs(mode, window, ratio, scale, dense, monkeypatch):
+def test_which_forward_runs(mode, window, ratio, scale, K, kernel, monkeypatch):
     """The dense kernel where every query's ranges are short, the general one elsewhere. Neither runs here: their names are what is tested."""
     from sparse_attn.shared_kv.hopper import dense_fwd, fwd
 
-    def launch(name):
-        def stop(*_, **__):
-            raise Launched(name)
+    def dense(q, ori_kv, cmp_kv, *_):
+        raise Launched(f"dense, {'no' if cmp_kv is None else cmp_kv.shape[1]} entries")
 
-        return stop
+    def general(dtype, N, D, compressed, sinks):
+        raise Launched(f"general {compressed}")
 
-    monkeypatch.setattr(dense_fwd, "dense_forward", launch("dense"))
-    monkeypatch.setattr(fwd, "forward_spec", launch("general"))
-    one = AttentionCase("which", mode, N=2, D=256, B=1, S=65, K=4, cmp_ratio=max(ratio, 1), window=window, softmax_scale=scale)
+    monkeypatch.setattr(dense_fwd, "dense_forward", dense)
+    monkeypatch.setattr(fwd, "forward_spec", general)
+    one = AttentionCase("which", mode, N=2, D=256, B=1, S=65, K=K, cmp_ratio=max(ratio, 1), window=window, softmax_scale=scale)
     tensors, options = arguments(attention_inputs(one, dtype=FP16), one)
-    with pytest.raises(Launched, match="dense" if dense else "general"):
+    with pytest.raises(Launched, match=f"^{kernel}$"):
         fwd.attention_fwd(*tensors, *options, False)
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from kernel_runtime.launch import Spec
 
 BLOCK = 128
-FAR = 1 << 30  # a window without limit; positions stay below it
+FAR = 1 << 30  # beyond every key: the kernel's windows are no longer, and a position may be as far off on either side of the keys
 
 # how the position of a document's first query is found
 RIGHT_ALIGNED, NUMBER, TENSOR = 0, 1, 2
@@ -98,6 +98,15 @@ def specs() -> Iterator[Spec]:
         yield places_spec(True, RIGHT_ALIGNED, compressed)
 
 
+def within_int32(first: int, S: int, window: int | None) -> tuple[int, int]:
+    """Position of the first of S queries and a window through which they see the same keys, such that int32 holds position - window."""
+    if window is None:
+        first, window = min(first, FAR - S), FAR
+    elif window > FAR:  # lower both, as far as all positions stay beyond the keys
+        first, window = max(min(first, FAR - S), first - (window - FAR)), FAR
+    return max(first, -FAR), window
+
+
 def places_of(
     q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, cu_q: torch.Tensor | None, cu_ori: torch.Tensor | None,
     cu_cmp: torch.Tensor | None, q_offsets: torch.Tensor | None, q_offset: int | None, cmp_ratio: int, window: int | None,
@@ -112,13 +121,13 @@ def places_of(
         return places
     if cu_q is not None and cu_q.shape[0] == 1:  # no document at all: as one that is empty
         cu_q, cu_ori = torch.zeros(2, dtype=torch.int32, device=q.device), None
-        cu_cmp = None if cu_cmp is None else cu_q
+        cu_cmp, q_offsets = (None if x is None else cu_q for x in (cu_cmp, q_offsets))
     how = TENSOR if q_offsets is not None else NUMBER if q_offset is not None or not packed else RIGHT_ALIGNED
     documents = 0 if cu_q is None else cu_q.shape[0] - 1
     cuts = [places if x is None else x.contiguous() for x in (cu_q, cu_q if cu_ori is None else cu_ori, cu_cmp, q_offsets)]
-    numbers = (rows, batch * S2, batch * S3, S, S2, S3, S2 - S if q_offset is None else q_offset)
+    first, window = within_int32(S2 - S if q_offset is None else q_offset, S, window)
     places_spec(packed, how, cmp_kv is not None).launch(
-        (triton.cdiv(rows, BLOCK),), places, *cuts, *numbers, FAR if window is None else min(window, FAR), max(cmp_ratio, 1),
+        (triton.cdiv(rows, BLOCK),), places, *cuts, rows, batch * S2, batch * S3, S, S2, S3, first, window, min(max(cmp_ratio, 1), 2 * FAR - 1),
         documents, documents.bit_length(),
     )  # fmt: skip
     return places

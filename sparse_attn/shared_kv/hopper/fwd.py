@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from kernel_runtime.device import device_properties
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.fwd import SELECTED, mode_of
+from sparse_attn.shared_kv.fwd import ALL, SELECTED, mode_of
 from sparse_attn.shared_kv.hopper.core import HEADS, copy_layout_for, load_ranges, new_barrier, tile_keys, used_of
 from sparse_attn.shared_kv.hopper.dense import dense_supports
 from sparse_attn.shared_kv.places import places_of
@@ -346,11 +346,12 @@ def attention_fwd(
     if not rows:
         return out, lse, probs
     places = places_of(q, ori_kv, cmp_kv, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, cmp_ratio, window)
+    entry_kv = cmp_kv if mode == ALL else None  # lists without a slot see no entry, whatever there is of them
     # the dense kernel takes the maximum before the scale
-    if mode != SELECTED and scale > 0 and dense_supports(D, window, 0 if cmp_kv is None else cmp_kv.shape[-2]):
+    if mode != SELECTED and scale > 0 and dense_supports(D, window, 0 if entry_kv is None else entry_kv.shape[-2]):
         from sparse_attn.shared_kv.hopper.dense_fwd import dense_forward
 
-        dense_forward(q, ori_kv, cmp_kv, sinks, places, out, lse, scale)
+        dense_forward(q, ori_kv, entry_kv, sinks, places, out, lse, scale)
         return out, lse, probs
     # a tensor that the mode does not read is stood in for by another of its type
     q, ori_kv = q.contiguous(), ori_kv.contiguous()
