@@ -9,6 +9,10 @@ import torch
 
 from kernel_runtime import interpreting
 
+pytest_plugins = ["tests.direct_tools"]  # fixtures of two test files
+# an assertion that fails in what tests share says what it compared, as one in a test does
+pytest.register_assert_rewrite("tests.kl_util", "tests.recompute_util", "tests.op_checks", "tests.trainer_util", "tests.mhc_reference")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -12,11 +12,11 @@ from indexer import lightning_indexer
 from reference.cases import indexer as indexer_cases
 from reference.cases.mhc import MhcShape
 from reference.cases.sparse_attn import ATTENTION_CASES, AttentionCase
-from tests import test_kl_kernels as kl
+from tests import kl_util as kl
 from tests import test_mhc_gates_kernels as gates
 from tests import test_mhc_kernels as mhc
 from tests.op_checks import poison_empty
-from tests.test_indexer_kernels import check_gradients, check_selection, long_case, whole
+from tests.test_indexer_kernels import KINDS, check_gradients, check_selection, long_case, scores_of_kind, whole
 from tests.test_mhc_sinkhorn import check_kernel as check_sinkhorn
 from tests.test_sparse_attn_kernels import check
 
@@ -72,7 +72,7 @@ def test_scores(kernel_device, launched, heads, dim, dtype):
     check_selection(case, kernel_device, whole(indexer_cases.make_indexer(case, device=kernel_device), dtype))
 
 
-@pytest.mark.parametrize("kind", ["ties", "distinct", "zero", "negative"])
+@KINDS
 @pytest.mark.parametrize("keys", [70, 300])
 def test_search(kernel_device, launched, monkeypatch, keys, kind):
     """A row that is held and one that streams past in tiles, the last one short; many equal scores, none, and nothing else."""
@@ -83,17 +83,7 @@ def test_search(kernel_device, launched, monkeypatch, keys, kind):
     for module, name, value in ((fwd, "RESIDENT", 128), (topk, "RESIDENT", 128), (topk, "STREAMED", 128), (topk, "LANES", 16)):
         monkeypatch.setattr(module, name, value)
     case = long_case(keys, 50)
-    inputs = whole(indexer_cases.make_indexer(case, device=kernel_device))
-    if kind == "distinct":
-        inputs["weights"] = torch.ones_like(inputs["weights"])
-        inputs["q"] = torch.zeros_like(inputs["q"])
-        inputs["q"][..., 0] = 1
-        inputs["k"][0, :, 0] = torch.randperm(keys, generator=torch.Generator().manual_seed(3)).to(kernel_device, torch.float32)
-    elif kind == "zero":
-        inputs["weights"] = torch.zeros_like(inputs["weights"])
-    elif kind == "negative":
-        inputs["weights"] = -inputs["weights"].abs() - 1
-    check_selection(case, kernel_device, inputs)
+    check_selection(case, kernel_device, scores_of_kind(kind, case, kernel_device))
     held = {spec.consts["HELD"] for spec in launched if spec.name == "select_ascend_kernel"}
     assert held == {keys <= 128}
     topk.select_ascend_spec.cache_clear()

@@ -105,7 +105,26 @@ def test_many_winners(kernel_device, monkeypatch, topk):
     check_selection(case, kernel_device, inputs)
 
 
-@pytest.mark.parametrize("kind", ["ties", "distinct", "zero", "negative"])
+KINDS = pytest.mark.parametrize("kind", ["ties", "distinct", "zero", "negative"])
+
+
+def scores_of_kind(kind, case, device):
+    """Inputs of a case with one batch entry: many equal scores, all different, nothing but 0, none above 0."""
+    inputs = whole(cases.make_indexer(case, device=device))
+    if kind == "distinct":
+        inputs["weights"] = torch.ones_like(inputs["weights"])
+        inputs["q"] = torch.zeros_like(inputs["q"])
+        inputs["q"][..., 0] = 1
+        order = torch.randperm(case.keys, generator=torch.Generator().manual_seed(3))
+        inputs["k"][0, :, 0] = order.to(device, torch.float32)
+    elif kind == "zero":
+        inputs["weights"] = torch.zeros_like(inputs["weights"])
+    elif kind == "negative":
+        inputs["weights"] = -inputs["weights"].abs() - 1
+    return inputs
+
+
+@KINDS
 def test_segments(kernel_device, monkeypatch, kind):
     """Rows longer than a segment: searched in pieces and once more among the winners."""
     import indexer.lightning.fwd as fwd
@@ -113,18 +132,7 @@ def test_segments(kernel_device, monkeypatch, kind):
     monkeypatch.setattr(fwd, "SEGMENT", 1024)
     poison_empty(monkeypatch)
     case = long_case(2600, 50)
-    inputs = whole(cases.make_indexer(case, device=kernel_device))
-    if kind == "distinct":
-        inputs["weights"] = torch.ones_like(inputs["weights"])
-        inputs["q"] = torch.zeros_like(inputs["q"])
-        inputs["q"][..., 0] = 1
-        order = torch.randperm(2600, generator=torch.Generator().manual_seed(3)).to(kernel_device)
-        inputs["k"][0, :, 0] = order.to(torch.float32)
-    elif kind == "zero":
-        inputs["weights"] = torch.zeros_like(inputs["weights"])
-    elif kind == "negative":
-        inputs["weights"] = -inputs["weights"].abs() - 1
-    check_selection(case, kernel_device, inputs)
+    check_selection(case, kernel_device, scores_of_kind(kind, case, kernel_device))
 
 
 def test_infinite_and_signed_zero_scores(kernel_device):

@@ -9,6 +9,7 @@ from torch.autograd import gradcheck
 
 from reference.cases.sparse_attn import ATTENTION_CASES, AttentionCase, attention_inputs, cu_seqlens_of, valid_pairs
 from reference.sparse_attn import compressed_cu_seqlens, lse_with_sink, lse_without_sink, sparse_attn_shared_kv
+from tests.sparse_attn_util import EMPTY, MODES, empty_case
 
 DIFFERENTIABLE = ("q", "ori_kv", "cmp_kv", "sinks")
 by_name = pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
@@ -267,16 +268,10 @@ def test_chunks_do_not_change_the_result(name, monkeypatch):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
-@pytest.mark.parametrize("empty", ["B", "S", "T", "K", "keys"])
+@MODES
+@EMPTY
 def test_empty_inputs(mode, empty):
-    case = AttentionCase("", mode)
-    if empty == "T":
-        case = replace(case, docs_q=(0, 0))
-    elif empty == "keys":
-        case = replace(case, S=3, S2=0, q_offset=2)
-    else:
-        case = replace(case, **{empty: 0})
+    case = empty_case(mode, empty)
     inputs = attention_inputs(case, seed=17)
     names = _leaves(inputs)
     out, lse = sparse_attn_shared_kv(**inputs, return_lse=True)

@@ -13,6 +13,7 @@ from reference.cases.sparse_attn import ATTENTION_CASES, AttentionCase, attentio
 from reference.sparse_attn import sparse_attn_shared_kv as reference
 from sparse_attn import sparse_attn_shared_kv
 from tests.op_checks import poison_empty, strided_variants
+from tests.sparse_attn_util import EMPTY, MODES, empty_case
 
 DIFFERENTIABLE = ("q", "ori_kv", "cmp_kv", "sinks")
 RESULTS = ("out", "lse", "cmp_probs")
@@ -193,17 +194,11 @@ def test_no_document_at_all(kernel_device, monkeypatch):
         assert (got["out"] == 0).all()
 
 
-@pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
-@pytest.mark.parametrize("empty", ["B", "S", "T", "K", "keys"])
+@MODES
+@EMPTY
 def test_empty(kernel_device, monkeypatch, mode, empty):
     poison_empty(monkeypatch)
-    case = AttentionCase("", mode)
-    if empty == "T":
-        case = replace(case, docs_q=(0, 0))
-    elif empty == "keys":
-        case = replace(case, S=3, S2=0, q_offset=2)
-    else:
-        case = replace(case, **{empty: 0})
+    case = empty_case(mode, empty)
     check(case, kernel_device, torch.float32)
 
 

@@ -57,10 +57,14 @@ class Run:
 
     def wait_for(self, what: str, seconds: float = 120) -> None:
         end = time.monotonic() + seconds
-        while not any((self.out / "checkpoints").glob(what)):
-            assert all(proc.poll() is None for proc in self.procs), self.log.read_text()
-            assert time.monotonic() < end, self.log.read_text()
-            time.sleep(0.02)
+        try:
+            while not any((self.out / "checkpoints").glob(what)):
+                assert all(proc.poll() is None for proc in self.procs), self.log.read_text()
+                assert time.monotonic() < end, self.log.read_text()
+                time.sleep(0.02)
+        except BaseException:
+            self.end()
+            raise
 
     def pid(self, rank: int) -> int:
         """Of the process with this RANK among the processes started here and their children."""
@@ -77,6 +81,17 @@ class Run:
                     own.add(int(stat.parent.name))
         return own
 
+    def strike(self, sent: signal.Signals, seconds: float) -> tuple[int, float, str]:
+        """Sends a signal to rank 1: exit status of the first process started here, seconds until it ended, and what was said."""
+        try:
+            os.kill(self.pid(1), sent)
+            then = time.monotonic()
+            status = self.procs[0].wait(seconds)
+            took = time.monotonic() - then
+        finally:
+            self.end()
+        return status, took, self.log.read_text()
+
     def end(self) -> None:
         for pid in self._family():
             with contextlib.suppress(ProcessLookupError):
@@ -89,16 +104,9 @@ class Run:
 def test_kill_one_of_two(tmp_path, device):
     """Under torchrun, in the middle of a save. One process then goes on from what is there."""
     run = Run(tmp_path / "run", device, torchrun=True)
-    try:
-        run.wait_for("step_*3/train_state.json")
-        run.wait_for(".step_*.tmp")
-        os.kill(run.pid(1), signal.SIGKILL)
-        killed = time.monotonic()
-        status = run.procs[0].wait(STEP_TIMEOUT + 30)
-        took = time.monotonic() - killed
-    finally:
-        run.end()
-    said = run.log.read_text()
+    run.wait_for("step_*3/train_state.json")
+    run.wait_for(".step_*.tmp")
+    status, took, said = run.strike(signal.SIGKILL, STEP_TIMEOUT + 30)
     print(f"torchrun ended {took:.1f} s after rank 1 was killed, status {status}")
     assert status == 1, said
     assert took < STEP_TIMEOUT + 10, took
@@ -117,15 +125,8 @@ def test_kill_one_of_two(tmp_path, device):
 def test_one_of_two_hangs(tmp_path, device):
     """Without torchrun nobody watches but the timeout: long (1800 s) up to the first step, step_timeout behind it."""
     run = Run(tmp_path / "run", device, torchrun=False)
-    try:
-        run.wait_for("step_*2/train_state.json")
-        os.kill(run.pid(1), signal.SIGSTOP)
-        stopped = time.monotonic()
-        status = run.procs[0].wait(STEP_TIMEOUT + 60)
-        took = time.monotonic() - stopped
-    finally:
-        run.end()
-    said = run.log.read_text()
+    run.wait_for("step_*2/train_state.json")
+    status, took, said = run.strike(signal.SIGSTOP, STEP_TIMEOUT + 60)
     print(f"rank 0 ended {took:.1f} s after rank 1 stopped, status {status}, step timeout {STEP_TIMEOUT} s")
     if device == "cpu":
         assert status == 1, said

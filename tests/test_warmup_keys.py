@@ -1,5 +1,6 @@
 """Keys of Triton's cache: the same in every process, whatever kernel is used first."""
 
+import ast
 import subprocess
 import sys
 
@@ -33,3 +34,26 @@ def test_keys_do_not_depend_on_what_is_used_first():
     (first, error), (second, _) = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], error
     assert len(first.splitlines()) > 20 and first == second
+
+
+def _is_device(function):
+    return any("jit" in ast.dump(decorator) for decorator in function.decorator_list)
+
+
+def test_no_device_function_calls_itself_by_name():
+    """Nor through others of its module: Triton 3.2, which Triton-Ascend is, looks for the key of such a function without end."""
+    found = 0
+    for package in ("mhc_ops", "sparse_attn", "indexer", "kernel_runtime"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            functions = {f.name: f for f in ast.parse(file.read_text()).body if isinstance(f, ast.FunctionDef) and _is_device(f)}
+            calls = {
+                name: {c.func.id for c in ast.walk(f) if isinstance(c, ast.Call) and isinstance(c.func, ast.Name)} & functions.keys()
+                for name, f in functions.items()
+            }
+            found += len(calls)
+            for name in calls:
+                reached: set[str] = set()
+                while (further := set().union(*(calls[n] for n in reached or {name}))) - reached:
+                    reached |= further
+                assert name not in reached, f"{file.name}: {name} calls itself"
+    assert found > 100
