@@ -31,14 +31,21 @@ _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 @cache
+def unsupported() -> str:
+    """Why compiled kernels are started by Triton alone in this process; empty if they can be started directly: with a version of Triton that
+    was tried, for NVIDIA, outside of the interpreter."""
+    if "ascend" in triton.backends.backends:
+        return "Triton-Ascend starts its kernels itself"
+    if not triton.__version__.startswith(KNOWN_TRITON):
+        return f"triton {triton.__version__} was not tried, only {', '.join(f'{version}x' for version in KNOWN_TRITON)}"
+    if torch.version.cuda is None:
+        return "this torch has no CUDA"
+    return "Triton's interpreter runs the kernels" if triton.knobs.runtime.interpret else ""
+
+
 def supported() -> bool:
-    """Whether this Triton's compiled kernels can be called here: a version that was tried, for NVIDIA, outside of the interpreter."""
-    return (
-        triton.__version__.startswith(KNOWN_TRITON)
-        and torch.version.cuda is not None
-        and not triton.knobs.runtime.interpret
-        and "ascend" not in triton.backends.backends
-    )
+    """Whether compiled kernels can be started directly here"""
+    return not unsupported()
 
 
 def settings(kernel: Any) -> tuple[Any, ...] | None:

@@ -98,6 +98,13 @@ def _cache() -> dict[str, Any]:
     return {"folder": str(folder), "entries": len(entries), "writable": problem or "yes"}
 
 
+def _launches() -> str:
+    from kernel_runtime.replay import unavailable
+
+    reason = unavailable()
+    return f"by Triton alone, which takes more host time: {reason}" if reason else "direct, and replayed where a call comes again"
+
+
 def report() -> dict[str, Any]:
     """The report as plain data."""
     versions = installed()
@@ -108,6 +115,7 @@ def report() -> dict[str, Any]:
         "versions": versions,
         "triton": str(_guarded(_triton_folder)),
         "devices": _guarded(_devices),
+        "launches": _guarded(_launches),
         "cache": _guarded(_cache),
         "variables": variables,
         "problems": _guarded(lambda: triton_problems(versions, _triton_folder())),

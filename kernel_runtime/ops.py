@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kernel_runtime.impl import run_eager
-from kernel_runtime.replay import Replay, Replays
+from kernel_runtime.replay import Replay, Replays, unavailable
 
 DISPATCH_KEYS = ("CPU", "CUDA", "PrivateUse1")
 
@@ -83,12 +83,17 @@ def _negated(arguments: Sequence[Any]) -> bool:
     return any(isinstance(a, torch.Tensor) and a.is_neg() for a in arguments)
 
 
+_REPLAYED: list[EagerCall] = []
+
+
 class EagerCall:
     """What `eager_call` returns."""
 
     def __init__(self, op: Any, replay: bool) -> None:
         self.op, self.launchers = op, _LAUNCHERS[op]
         self.replays = Replays(_TENSORS[op]) if replay else None
+        if replay:
+            _REPLAYED.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
         """The op's result for its arguments, which the Replay that `known` gave may follow"""
@@ -125,6 +130,18 @@ def eager_call(op: Callable[..., Any], replay: bool = False) -> EagerCall:
     so that calls that come again are replayed (kernel_runtime/replay.py).
     """
     return EagerCall(op, replay)
+
+
+def replay_report() -> list[str]:
+    """Lines for a log: which ops this process replays for how many shapes, and why others are not. Ops that were not called are left out.
+
+    Where nothing can be replayed (another Triton than was tried, Triton-Ascend, no CUDA) the only line says why: the ops are right there
+    too, and take more host time. Imports Triton.
+    """
+    if reason := unavailable():
+        return [f"no call is replayed: {reason}"]
+    lines = ((call.op.name(), call.replays.summary()) for call in _REPLAYED if call.replays is not None)
+    return [f"{name}: {text}" for name, text in lines if text]
 
 
 class OpLibrary:

@@ -8,12 +8,14 @@ addresses in place. Of 50 us of host time a boundary of mHC keeps about half, wh
 What is compared before a replay, in one call of C: TensorGuards, which torch.compile's guards are made of, knows the tensors' metadata and
 what this thread does with torch (functorch, autocast, inference mode, the minus sign of a conjugate's view). Dispatch modes, profilers and
 Triton's settings are asked for besides. Whatever differs is an ordinary call, and so is what cannot be repeated: an operation of torch other
-than an allocation, a copy made by .contiguous(), a kernel that was not launched directly.
+than an allocation, a copy made by .contiguous(), a kernel that was not launched directly. `kernel_runtime.ops.replay_report` says which calls
+of a process are replayed, and why others are not.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import itemgetter, or_
@@ -22,8 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernel_runtime.impl import triton_installed
+
 MAX_REPLAYS = 256  # of one op; more are not recorded, so that memory and the time of recording have a limit
 MAX_GUARDS = 8  # of one shape: leaves and results, tensors with and without gradients
+ATTEMPTS = 2 * MAX_GUARDS  # calls of a shape, one after the other, that are watched while none can be repeated; then one of ever more
 ALLOCATIONS = frozenset(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
@@ -33,15 +38,18 @@ _device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # Inductor's allocation, past the dispatcher; it leaves out the fill of torch.utils.deterministic
 ALLOCATE: Any = {"cuda": getattr(_GUARDS, "_empty_strided_cuda", None), "cpu": getattr(_GUARDS, "_empty_strided_cpu", None)}
+# torch notes in a variable of the whole process that some mode is on, and puts back what it found when the mode ends: two threads that record
+# at once would leave it set for good, whereupon torch.compile compiles nothing any more (torch 2.11) and says so to nobody
+_RECORDING = threading.RLock()
 
 
 class Allocations(TorchDispatchMode):
-    """Keeps the tensors that were allocated; `other` is set by anything else that is done with torch."""
+    """Keeps the tensors that were allocated; `other` names the first of anything else that is done with torch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[torch.Tensor] = []
-        self.other = False
+        self.other = ""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -53,7 +61,7 @@ class Allocations(TorchDispatchMode):
         if func.overloadpacket in ALLOCATIONS:
             self.tensors.append(out)
         elif func.overloadpacket is not torch.ops.aten.detach:  # as which torch.empty comes back from under a mode
-            self.other = True
+            self.other = self.other or str(func)
         return out
 
 
@@ -111,21 +119,21 @@ class Replay:
         return tuple([None if i is None else made[i] for i in self.results])
 
 
-def record(launcher: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Replay | None]:
-    """Calls `launcher(*arguments)`; its result, and the Replay of it where it can be repeated."""
+def record(launcher: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Replay | str]:
+    """Calls `launcher(*arguments)`; its result, and the Replay of it, or why it cannot be repeated."""
     from kernel_runtime.launch import WATCHING
 
     launches: list[Any] = []
     allocations = Allocations()
     WATCHING.launches = launches
     try:
-        with allocations:
+        with _RECORDING, allocations:
             result = launcher(*arguments)
         inputs = [a for a in arguments if isinstance(a, torch.Tensor)]
         made = [t for t in allocations.tensors if t.numel()]
-        return result, None if allocations.other else _replay(inputs, made, launches, result)
-    except _NotRepeatable:
-        return result, None
+        return result, f"it calls {allocations.other}" if allocations.other else _replay(inputs, made, launches, result)
+    except _NotRepeatable as reason:
+        return result, str(reason)
     finally:
         WATCHING.launches = None
         # a mode is part of a cycle, and a traceback may hold this frame: neither is to keep memory of the device
@@ -134,7 +142,7 @@ def record(launcher: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any,
 
 
 class _NotRepeatable(Exception):
-    pass
+    """Its text is for `replay_report`"""
 
 
 class _Addresses:
@@ -143,7 +151,7 @@ class _Addresses:
     def __init__(self, inputs: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         self.inputs = {t.data_ptr(): i for i, t in enumerate(inputs)}
         if len(self.inputs) < len(inputs):
-            raise _NotRepeatable  # views of one storage cannot be told apart by their addresses
+            raise _NotRepeatable("two of its tensors have one address")
         self.made = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in made]
         self.offsets: list[tuple[int, int]] = []
 
@@ -158,15 +166,17 @@ class _Addresses:
                 if place not in self.offsets:
                     self.offsets.append(place)
                 return len(self.inputs) + len(self.made) + self.offsets.index(place)
-        raise _NotRepeatable  # a tensor that came from elsewhere
+        raise _NotRepeatable("a tensor came from elsewhere, or is a part of an argument")
 
 
 def _replay(inputs: list[torch.Tensor], made: list[torch.Tensor], launches: list[Any], result: Any) -> Replay:
     from kernel_runtime import launch
 
     device = inputs[0].device
-    if not launches or not all(t.numel() and t.device == device for t in (*inputs, *made)):
-        raise _NotRepeatable
+    if not launches:
+        raise _NotRepeatable("it launches nothing")
+    if not all(t.numel() and t.device == device for t in (*inputs, *made)):
+        raise _NotRepeatable("a tensor is empty, or not on the device of the first")
     addresses = _Addresses(inputs, made)
     results: list[int | None] = []
     for out in [result] if isinstance(result, torch.Tensor) else result:
@@ -175,7 +185,7 @@ def _replay(inputs: list[torch.Tensor], made: list[torch.Tensor], launches: list
             continue
         found = addresses.number(out.data_ptr()) - len(inputs)
         if not 0 <= found < len(made) or (out.shape, out.stride(), out.dtype) != (made[found].shape, made[found].stride(), made[found].dtype):
-            raise _NotRepeatable  # an input, or a part of what was allocated
+            raise _NotRepeatable("a result is an argument, or a part of what was allocated")
         results.append(found)
     now, *others = {launch.settings(spec.kernel) for spec, _, _ in launches}
     starts: list[Start] = []
@@ -183,11 +193,11 @@ def _replay(inputs: list[torch.Tensor], made: list[torch.Tensor], launches: list
     for spec, grid, args in launches:
         bound = None if spec.direct is None else spec.direct.bound(device.index or 0, args)
         if bound is None or now is None or others:
-            raise _NotRepeatable
+            raise _NotRepeatable(f"{spec.name} was started by Triton: a hook, or arguments that are not aligned or not as declared")
         start, options, constants, table = bound
         numbers = [addresses.number(pointer.data_ptr()) for pointer in args[: spec.direct.pointers]]
         if len(numbers) < 2:
-            raise _NotRepeatable  # no kernel has a single pointer; itemgetter would return it without a tuple
+            raise _NotRepeatable(f"{spec.name} has a single pointer")  # itemgetter would return it without a tuple
         pick = itemgetter(*numbers)
         starts.append(Start(start, (*grid, 1, 1)[:3], options, pick, (*args[spec.direct.pointers :], *constants)))
         kernels[id(spec.kernel)] = spec.kernel, table
@@ -212,6 +222,7 @@ class Replays:
         self.count = 0
         self.found: dict[Any, list[tuple[Callable[..., bool], Replay]]] = {}
         self.seen: dict[Any, int] = {}
+        self.refused: dict[Any, str] = {}  # why the last attempt failed
         self.lock = threading.Lock()
 
     def find(self, given: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Replay, list[torch.Tensor]] | None:
@@ -232,11 +243,27 @@ class Replays:
         if not self._wanted(key):
             return launcher(*arguments[:-1])
         result, replay = record(launcher, arguments[:-1])
-        if replay is not None:
-            with self.lock:
+        with self.lock:
+            if isinstance(replay, str):
+                self.refused[key] = replay
+            else:
+                self.refused.pop(key, None)
                 self.found.setdefault(key, []).append((guard(tensors), replay))
                 self.count += 1
         return result
+
+    def summary(self) -> str:
+        """One line for a log; empty before the first call that could be recorded"""
+        with self.lock:
+            shapes, reasons = len(self.found), Counter(self.refused.values())
+            full = sum(len(replays) >= MAX_GUARDS for replays in self.found.values())
+        if not self.seen:
+            return ""
+        parts = [f"{self.count} replays of {shapes} shapes"]
+        parts += [f"{count} shapes not replayed: {reason}" for reason, count in reasons.most_common()]
+        parts += [f"the limit of {MAX_REPLAYS} replays is reached, further shapes are launched anew"] if self.count >= MAX_REPLAYS else []
+        parts += [f"{full} shapes have all the {MAX_GUARDS} forms (leaves, results, strides) that are kept"] if full else []
+        return "; ".join(parts)
 
     def _wanted(self, key: Any) -> bool:
         if not available() or self.count >= MAX_REPLAYS or len(self.found.get(key, ())) >= MAX_GUARDS:
@@ -245,9 +272,11 @@ class Replays:
             times = self.seen.get(key, 0)
             if not times and len(self.seen) >= 4 * MAX_REPLAYS:
                 self.seen.clear()
+                self.refused.clear()
             self.seen[key] = times + 1
-        # what cannot be replayed is tried at the second call and at some later ones, under other guards
-        return times >= 1 and times < 2 * MAX_GUARDS
+        # What cannot be replayed is tried at the second call and at some later ones, under other guards. The reason may also pass, as
+        # a profiler of Triton's does: so it is tried again for as long as it comes, after twice as many calls each time
+        return times >= 1 and (times < ATTEMPTS or not times & (times - 1))
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -257,9 +286,19 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return _GUARDS.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]
 
 
-def available() -> bool:
-    """Whether this torch has what replays are made of, and launches can be direct. Nobody watches launches."""
-    from kernel_runtime import direct, launch
+def unavailable() -> str:
+    """Why nothing is replayed in this process, empty if calls can be: this torch has what replays are made of, and launches can be direct."""
+    if not triton_installed():
+        return "triton is not installed"
+    from kernel_runtime import direct
 
-    present = hasattr(_GUARDS, "TensorGuards") and all(ALLOCATE.values())
-    return present and direct.supported() and not launch.LAUNCH_OBSERVERS
+    if not (hasattr(_GUARDS, "TensorGuards") and all(ALLOCATE.values())):
+        return f"torch {torch.__version__} lacks TensorGuards or Inductor's allocation"
+    return "" if direct.supported() else direct.unsupported()
+
+
+def available() -> bool:
+    """Whether a call may be recorded now: replays are possible, and nobody watches launches."""
+    from kernel_runtime import launch
+
+    return not unavailable() and not launch.LAUNCH_OBSERVERS

@@ -75,10 +75,11 @@ def test_what_cannot_be_repeated_is_not_recorded(driver, monkeypatch):
     }
     for name, launcher in launchers.items():
         replay.record(launcher, arguments)
-        assert replay.record(launcher, arguments)[1] is None, name
+        assert not isinstance(replay.record(launcher, arguments)[1], replay.Replay), name
     twice = (arguments[0], elsewhere, elsewhere.view(-1)[: 5 * N].view(5, N), arguments[3])  # one address, two inputs
-    assert replay.record(post_fwd, twice)[1] is None
-    assert view.data_ptr() != elsewhere.data_ptr() and replay.record(post_fwd, (arguments[0], elsewhere, *arguments[2:]))[1] is not None
+    assert not isinstance(replay.record(post_fwd, twice)[1], replay.Replay)
+    other = replay.record(post_fwd, (arguments[0], elsewhere, *arguments[2:]))[1]
+    assert view.data_ptr() != elsewhere.data_ptr() and isinstance(other, replay.Replay)
     assert replay.record(lambda *a: (post_fwd(*a), None), arguments)[1].results == [0, None]
 
 
