@@ -3,13 +3,12 @@
 The key of a function contains the module's constants (`tl.constexpr`) that it or a function it calls uses. Triton 3.6 asks a called function
 for those before it has computed that function's own key, and so finds none if this is the first time: a kernel whose helper uses a constant
 has one key where the helper was used before, and another where it was not. A folder filled ahead of time would then miss it. `settle`
-computes the keys of called functions before those of their callers. Triton 3.2, which Triton-Ascend is, would moreover look for the key of a
-function that calls itself without end: such a function gets its key here.
+computes the keys of called functions before those of their callers. No device function may call itself: Triton 3.2, which Triton-Ascend
+is, would look for its key without end.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import threading
 from collections.abc import Iterator
@@ -32,16 +31,12 @@ def settle(kernel: Any) -> None:
     if id(kernel) in _settled or interpreting() or not isinstance(kernel, FUNCTIONS):
         return
     with _lock:
-        if id(kernel) in _settled or id(kernel) in _underway:  # the latter: it calls itself
+        if id(kernel) in _settled or id(kernel) in _underway:  # the latter: `called` goes by names, which may lead back
             return
         _underway.add(id(kernel))
         try:
-            functions = list(called(kernel))
-            for function in functions:
+            for function in called(kernel):
                 settle(function)
-            if FUNCTIONS is triton.runtime.jit.JITFunction and any(function is kernel for function in functions):
-                text = "".join([kernel.src, *(function.cache_key for function in functions if function is not kernel)])
-                kernel.hash = hashlib.sha256(text.encode()).hexdigest()
             kernel.cache_key  # noqa: B018 - computed and kept by Triton
             _settled[id(kernel)] = kernel  # other threads pass from here on
         finally:

@@ -10,8 +10,8 @@ multiplying by the sums ("v4"), or from the logits and the accumulated log sums 
 the matrix's logarithm, h = m * d(m): a step m = a / s, s = sum(a) + eps along one index, takes it to h_a = h - m * sum(h), without a division
 and with little that depends on the step before. The sums live in tensors
 [H, BT, P], H the power of two at or above iters, written one slot at a time with `where`: rolled loops, no scratch memory. Where a GPU
-has the registers, tuples hold factors instead (`_bwd_factors`); of a turned block the sums are values in calls of a function by itself,
-as Ascend's Triton 3.2 has no tuples (`_turned_steps`). `history` decides.
+has the registers, tuples hold factors instead (`_bwd_factors`); of a turned block the sums are values of nested calls, as Ascend's
+Triton 3.2 has no tuples (`_turned_step`). `history` decides.
 """
 
 import triton
@@ -136,8 +136,9 @@ def _from_log_gradient(h, soft, eps, ROW: tl.constexpr):
 
 
 @triton.jit
-def _turned_steps(m, dm, eps, LEFT: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr):
-    """m after LEFT more iterations, and back: m again and h. What is kept of an iteration, its sums, are the values of a call."""
+def _turned_step(m, dm, eps, LEFT: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, INNER: tl.constexpr):
+    """m after LEFT more iterations, and back: m again and h. What is kept of an iteration, its sums, are the values of a call. INNER, this
+    function as an argument, does the iterations between: were it called by name, Triton 3.2 would look for the function's key without end."""
     if LEFT == 0:
         h = dm * m
     else:
@@ -145,7 +146,7 @@ def _turned_steps(m, dm, eps, LEFT: tl.constexpr, ROW: tl.constexpr, COL: tl.con
         m = m * tl.expand_dims(1.0 / r, ROW)
         c = tl.sum(m, COL) + eps
         m = m * tl.expand_dims(1.0 / c, COL)
-        m, h = _turned_steps(m, dm, eps, LEFT - 1, ROW, COL)
+        m, h = INNER(m, dm, eps, LEFT - 1, ROW, COL, INNER)
         h = h - m * tl.expand_dims(tl.sum(h, COL), COL)
         m = m * tl.expand_dims(c, COL)
         h = h - m * tl.expand_dims(tl.sum(h, ROW), ROW)
@@ -159,7 +160,7 @@ def _bwd_turned(logits, dm, eps, ITERS: tl.constexpr, ROW: tl.constexpr, COL: tl
     soft = _softmax_start(logits, None, ROW)
     m = soft + eps
     m = m * tl.expand_dims(1.0 / (tl.sum(m, COL) + eps), COL)
-    m, h = _turned_steps(m, dm, eps, ITERS - 1, ROW, COL)
+    m, h = _turned_step(m, dm, eps, ITERS - 1, ROW, COL, _turned_step)
     h = h - m * tl.expand_dims(tl.sum(h, COL), COL)
     return _from_log_gradient(h, soft, eps, ROW)
 
