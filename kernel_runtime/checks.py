@@ -5,13 +5,14 @@ Every check is plain Python on metadata (never on values), so torch.compile eval
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 
 import torch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # fp64: eager form alone, for checks
 COEFFICIENTS = (torch.float32, torch.float64)
+LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, sys.float_info.max  # of an op's arguments
 
 
 def check_tensor(op: str, name: str, value: object) -> None:
@@ -50,15 +51,23 @@ def check_same(op: str, name: str, value: torch.Tensor, like_name: str, like: to
         raise ValueError(f"{op}: {name} is on {value.device} but {like_name} is on {like.device}; they must be on one device")
 
 
+def _shown(value: object) -> str:
+    """A number in a message; Python refuses to write an int of thousands of digits"""
+    return f"an int of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > LARGEST_INT else str(value)
+
+
 def check_int(op: str, name: str, value: object, *, minimum: int, maximum: int | None = None) -> None:
-    """TypeError unless `value` is an int (bool is not), ValueError if it is below `minimum` or above `maximum`."""
+    """TypeError unless `value` is an int (bool is not), ValueError if it is below `minimum` or above `maximum` (by default the largest
+    int64)."""
     # bool is an int to Python, but True as a count is a slip; a symbolic int appears while torch.compile traces
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < minimum:
-        raise ValueError(f"{op}: {name} must be at least {minimum}, got {value}")
+        raise ValueError(f"{op}: {name} must be at least {minimum}, got {_shown(value)}")
+    if maximum is None and isinstance(value, int):  # a symbolic int needs no guard for it
+        maximum = LARGEST_INT
     if maximum is not None and value > maximum:
-        raise ValueError(f"{op}: {name} must be at most {maximum}, got {value}")
+        raise ValueError(f"{op}: {name} must be at most {maximum}, got {_shown(value)}")
 
 
 def check_offset(op: str, name: str, value: object, queries: int) -> None:
@@ -69,11 +78,11 @@ def check_offset(op: str, name: str, value: object, queries: int) -> None:
 
 
 def check_number(op: str, name: str, value: object) -> None:
-    """TypeError unless `value` is a float or an int (bool is not), ValueError if it is infinite or no number."""
+    """TypeError unless `value` is a float or an int (bool is not), ValueError if it is infinite, no number or no float holds it."""
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{op}: {name} must be finite, got {value}")
+    if not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:
+        raise ValueError(f"{op}: {name} must be finite, got {_shown(value)}")
 
 
 def check_choice(op: str, name: str, value: object, choices: Sequence[str]) -> None:
