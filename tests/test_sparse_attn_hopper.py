@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernel_runtime import interpreting
 from reference.cases.sparse_attn import AttentionCase, attention_inputs
 from reference.sparse_attn import sparse_attn_shared_kv as reference_attention
 from sparse_attn.shared_kv.hopper import HEAD_DIMS, hopper_supports
@@ -357,19 +356,3 @@ def test_other_head_dims_are_left_to_the_plain_kernels(D):
 def test_what_is_not_supported_says_why():
     assert hopper_supports(torch.empty(1, 4, 8, 512, dtype=BF16)) == "the tensors are on cpu"
     assert 512 in HEAD_DIMS
-
-
-@pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing can be compiled")
-def test_compiles_ahead_of_time():
-    """Without a device: shared memory fits, and the forward keeps its accumulators in registers."""
-    from triton.backends.compiler import GPUTarget
-
-    from kernel_runtime.launch import CUDA_SMEM_LIMIT
-    from sparse_attn.shared_kv.hopper.bwd import backward_spec
-    from sparse_attn.shared_kv.hopper.dense_fwd import dense_forward_spec
-    from sparse_attn.shared_kv.hopper.fwd import forward_spec
-
-    specs = (forward_spec(BF16, 64, 512, 2, True), backward_spec(BF16, 64, 512, 2, False), dense_forward_spec(BF16, 64, 512, True, True))
-    for spec in specs:
-        kernel = spec.compile(GPUTarget("cuda", 90, 32))
-        assert kernel.metadata.shared <= CUDA_SMEM_LIMIT[90]
