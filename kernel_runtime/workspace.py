@@ -25,6 +25,9 @@ class Piece:
         return self.address
 
 
+Scratch = torch.Tensor | Piece
+
+
 class Layout:
     """Where the pieces (number of elements, dtype) lie in one allocation."""
 
@@ -36,7 +39,7 @@ class Layout:
             size += -(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self.size = size // 4
 
-    def allocate(self, device: torch.device) -> list[torch.Tensor | Piece]:
+    def allocate(self, device: torch.device) -> list[Scratch]:
         """The pieces, in uninitialised memory; one-dimensional tensors where launches want those."""
         buffer = torch.empty(self.size, dtype=torch.float32, device=device)
         if device.type == "cuda" and supported():

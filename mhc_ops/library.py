@@ -111,7 +111,9 @@ def _check_site(op: str, x: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor,
         check_coefficient(op, "pre_mix", pre_mix, [*lead, n], "x", x)
 
 
-def _check_boundary(op, f, x, post, comb, *site) -> None:
+def _check_boundary(
+    op: str, f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, *site: Any
+) -> None:
     _check_expansion(op, f, x, post, comb)
     _check_site(op, x, *site)
 

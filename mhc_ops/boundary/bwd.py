@@ -49,9 +49,13 @@ def reduce_expand_bwd_spec(dtype: torch.dtype, n: int, d: int) -> Spec:
 
 
 def post_pre_bwd(
-    dstreams, dy, dpre, dpost_out, dcomb_out, f, x, post, comb, streams, fn, scale, base, pre_mix, mixes, rstd,
-    iters, hc_eps, norm_eps, convention,
-):  # fmt: skip
+    dstreams: torch.Tensor | None, dy: torch.Tensor | None, dpre: torch.Tensor | None, dpost_out: torch.Tensor | None,
+    dcomb_out: torch.Tensor | None, f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, streams: torch.Tensor,
+    fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, pre_mix: torch.Tensor | None, mixes: torch.Tensor, rstd: torch.Tensor,
+    iters: int, hc_eps: float, _norm_eps: float, convention: str,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """df, dx, dpost, dcomb of the site that ends, dfn, dscale, dbase, dpre_mix of the one that begins. _norm_eps is in rstd: the eager form
+    alone, which projects again, needs it."""
     f, x, post, comb, streams = f.contiguous(), x.contiguous(), post.contiguous(), comb.contiguous(), streams.contiguous()
     fn, scale, base = fn.contiguous(), scale.contiguous(), base.contiguous()
     pre_mix = None if pre_mix is None else pre_mix.contiguous()

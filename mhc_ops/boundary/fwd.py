@@ -16,6 +16,7 @@ import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
+from kernel_runtime.workspace import Scratch
 from mhc_ops.library import mix_columns
 from mhc_ops.post.core import expand_program
 from mhc_ops.post.fwd import block_d
@@ -79,13 +80,18 @@ def expand_plan(device: torch.device, dtype: torch.dtype, n: int, d: int, tokens
     return spec, (row_grid(device, programs),)
 
 
-def post_pre_fwd(f, x, post, comb, fn, scale, base, pre_mix, iters, hc_eps, norm_eps, convention):
+def post_pre_fwd(
+    f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
+    pre_mix: torch.Tensor | None, iters: int, hc_eps: float, norm_eps: float, convention: str,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """streams, y, then pre, post and comb of the site that begins, its mixes and rstd"""
     f, x, post, comb = f.contiguous(), x.contiguous(), post.contiguous(), comb.contiguous()
     fn, scale, base = fn.contiguous(), scale.contiguous(), base.contiguous()
     pre_mix = None if pre_mix is None else pre_mix.contiguous()
     n, d = x.shape[-2:]
     m, k = fn.shape
     streams, y = torch.empty_like(x), torch.empty_like(f)
+    part: Scratch
     tokens, part, split = x.numel() // k, base, 0
     if tokens:
         device, dtype = x.device, x.dtype

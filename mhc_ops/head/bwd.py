@@ -12,7 +12,11 @@ from mhc_ops.project.bwd import dx_dfn_spec, reduce, reduce_spec
 from mhc_ops.project.fwd import STREAM_DTYPE
 
 
-def head_bwd(dh, x, fn, scale, base, mixes, rstd, hc_eps, norm_eps):
+def head_bwd(
+    dh: torch.Tensor, x: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, mixes: torch.Tensor, rstd: torch.Tensor,
+    hc_eps: float, _norm_eps: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """dx, dfn, dscale, dbase. _norm_eps is in rstd: the eager form alone, which projects again, needs it."""
     dh, x, fn, scale, base = dh.contiguous(), x.contiguous(), fn.contiguous(), scale.contiguous(), base.contiguous()
     if not x.numel():
         return no_tokens(x, fn, scale, base, None)[:4]

@@ -59,7 +59,10 @@ def head_spec(dtype: torch.dtype, n: int, d: int, npu: bool = False) -> Spec:
     )  # fmt: skip
 
 
-def head_fwd(x, fn, scale, base, hc_eps, norm_eps):
+def head_fwd(
+    x: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc_eps: float, norm_eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """h, mixes, rstd"""
     x, fn, scale, base = x.contiguous(), fn.contiguous(), scale.contiguous(), base.contiguous()
     *lead, n, d = x.shape
     h = torch.empty((*lead, d), dtype=x.dtype, device=x.device)

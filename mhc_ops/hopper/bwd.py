@@ -137,8 +137,10 @@ def plan_of(device: torch.device, dtype: torch.dtype, d: int, tokens: int, iters
 
 
 def boundary_bwd(
-    dstreams, dy, dpre, dpost_out, dcomb_out, f, x, post, comb, streams, fn, scale, base, pre_mix, mixes, rstd, iters, hc_eps, convention
-):
+    dstreams: torch.Tensor, dy: torch.Tensor, dpre: torch.Tensor | None, dpost_out: torch.Tensor, dcomb_out: torch.Tensor, f: torch.Tensor,
+    x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor,
+    base: torch.Tensor, pre_mix: torch.Tensor | None, mixes: torch.Tensor, rstd: torch.Tensor, iters: int, hc_eps: float, convention: str,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The gradients of hc_post_pre for tensors as mhc_ops/boundary/bwd.py has prepared them; dstreams is given and tokens are not none."""
     d = x.shape[-1]
     tokens = rstd.numel()

@@ -5,7 +5,7 @@ sums are kept) while the others, one token each, contract dy with the streams to
 only ones that need it. dz, dp and crms as in mhc_ops/project/bwd.py; crms has a row from each kind of program, [2, T].
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from kernel_runtime.workspace import Layout
+from kernel_runtime.workspace import Layout, Scratch
 from mhc_ops.gates.bwd import block_tokens
 from mhc_ops.gates.core import comb_mask, gate_bwd, gate_pre, gates_block_bwd, load_block, token_mask
 from mhc_ops.library import mix_columns
@@ -179,7 +179,11 @@ def site_plan(
     return SitePlan(spec, (row_grid(device, sites + tokens),), sites, dx, Layout(*parts))
 
 
-def site_bwd(plan: SitePlan, scratch, dx_in, dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, mixes, rstd, hc_eps, dx, tokens: int):
+def site_bwd(
+    plan: SitePlan, scratch: Sequence[Scratch], dx_in: torch.Tensor | None, dy: torch.Tensor, dpre: torch.Tensor | None, dpost: torch.Tensor,
+    dcomb: torch.Tensor, x: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, pre_mix: torch.Tensor | None,
+    mixes: torch.Tensor, rstd: torch.Tensor, hc_eps: float, dx: Scratch, tokens: int,
+) -> tuple[Scratch, Scratch, torch.Tensor | None]:  # fmt: skip
     """Two launches: dx, and dfn_part and dgate_part, which are returned, for the second stage. Returns dpre_mix too, None without pre_mix."""
     dz, dp, pieces, crms, pre, dfn_part, dgate_part, _ = scratch
     dpre_mix = None if pre_mix is None else torch.empty_like(pre_mix)
@@ -192,7 +196,10 @@ def site_bwd(plan: SitePlan, scratch, dx_in, dy, dpre, dpost, dcomb, x, fn, scal
     return dfn_part, dgate_part, dpre_mix
 
 
-def site_gradients(dy, dpre, dpost, dcomb, x, mixes):
+def site_gradients(
+    dy: torch.Tensor | None, dpre: torch.Tensor | None, dpost: torch.Tensor | None, dcomb: torch.Tensor | None, x: torch.Tensor,
+    mixes: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of hc_pre's outputs as the kernels take them: contiguous, zeros for an output that nobody used (but for pre)"""
     *lead, n, d = x.shape
     dy = x.new_zeros((*lead, d)) if dy is None else dy.contiguous()
@@ -202,14 +209,22 @@ def site_gradients(dy, dpre, dpost, dcomb, x, mixes):
     return dy, dpre, dpost, dcomb
 
 
-def no_tokens(x, fn, scale, base, pre_mix):
+def no_tokens(
+    x: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, pre_mix: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """dx, dfn, dscale, dbase, dpre_mix where there is no token"""
     return (
         torch.empty_like(x), torch.zeros_like(fn), torch.zeros_like(scale), torch.zeros_like(base),
         base.new_empty(0) if pre_mix is None else torch.empty_like(pre_mix),
     )  # fmt: skip
 
 
-def pre_bwd(dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, mixes, rstd, iters, hc_eps, norm_eps, convention):
+def pre_bwd(
+    dy: torch.Tensor | None, dpre: torch.Tensor | None, dpost: torch.Tensor | None, dcomb: torch.Tensor | None, x: torch.Tensor,
+    fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, pre_mix: torch.Tensor | None, mixes: torch.Tensor, rstd: torch.Tensor,
+    iters: int, hc_eps: float, _norm_eps: float, convention: str,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """dx, dfn, dscale, dbase, dpre_mix. _norm_eps is in rstd: the eager form alone, which projects again, needs it."""
     x, fn, scale, base = x.contiguous(), fn.contiguous(), scale.contiguous(), base.contiguous()
     pre_mix = None if pre_mix is None else pre_mix.contiguous()
     if not x.numel():

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
+from kernel_runtime.workspace import Scratch
 from mhc_ops.gates.core import gate_pre
 from mhc_ops.library import mix_columns
 from mhc_ops.pre.core import collapse_with, site_program, token_mixes
@@ -125,7 +126,10 @@ def gates_plan(device: torch.device, dtype: torch.dtype, shape: torch.Size, iter
     return Gates(spec, (row_grid(device, programs),), sites, *sizes)
 
 
-def gates_collapse(x, part, split, tokens, scale, base, pre_mix, y, iters, hc_eps, norm_eps, convention, *, collapse=True):
+def gates_collapse(
+    x: torch.Tensor, part: Scratch, split: int, tokens: int, scale: torch.Tensor, base: torch.Tensor, pre_mix: torch.Tensor | None,
+    y: torch.Tensor, iters: int, hc_eps: float, norm_eps: float, convention: str, *, collapse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Launches the gates and, by default, the collapse into y. Returns pre, post, comb, mixes, rstd."""
     plan = gates_plan(x.device, x.dtype, x.shape, iters, convention, pre_mix is not None, collapse)
     new = base.new_empty  # fp32 on the device
@@ -138,11 +142,16 @@ def gates_collapse(x, part, split, tokens, scale, base, pre_mix, y, iters, hc_ep
     return pre, post, comb, mixes, rstd
 
 
-def pre_fwd(x, fn, scale, base, pre_mix, iters, hc_eps, norm_eps, convention):
+def pre_fwd(
+    x: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, pre_mix: torch.Tensor | None, iters: int, hc_eps: float,
+    norm_eps: float, convention: str,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """y, pre, post, comb, mixes, rstd"""
     x, fn, scale, base = x.contiguous(), fn.contiguous(), scale.contiguous(), base.contiguous()
     pre_mix = None if pre_mix is None else pre_mix.contiguous()
     y = x.new_empty((*x.shape[:-2], x.shape[-1]))
     m, k = fn.shape
+    part: Scratch
     tokens, part, split = x.numel() // k, base, 0
     if tokens:
         plan = project_plan(x.device, x.dtype, m, k, tokens)

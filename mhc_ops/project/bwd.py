@@ -19,7 +19,7 @@ import triton.language as tl
 from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from kernel_runtime.workspace import Layout
+from kernel_runtime.workspace import Layout, Scratch
 from mhc_ops.library import mix_columns
 from mhc_ops.project.core import PLANS, cdiv, dot_exact, hidden_zero, padded, parallelism, store_dp, zero_product
 from mhc_ops.project.fwd import STREAM_DTYPE, forward_specs
@@ -272,8 +272,11 @@ def dx_plan(device: torch.device, dtype: torch.dtype, n: int, d: int, m: int, to
     return DxPlan(spec, (columns, groups), groups, groups * m * n * d, groups * spec.consts["L"] if scales else 0)
 
 
-def dx_dfn(plan: DxPlan, dx_in, dy, x, pre, dz, dp, pieces, crms, fn, dx, dfn_part, dgate_part, tokens: int) -> None:
-    """Launches dx_dfn_kernel: dx, and dfn_part and dgate_part for the second stage. dx_in, dy and, without gates, dz may be None."""
+def dx_dfn(
+    plan: DxPlan, dx_in: torch.Tensor | None, dy: torch.Tensor | None, x: torch.Tensor, pre: Scratch | None, dz: Scratch | None,
+    dp: Scratch, pieces: Scratch, crms: Scratch, fn: torch.Tensor, dx: Scratch, dfn_part: Scratch, dgate_part: Scratch, tokens: int,
+) -> None:  # fmt: skip
+    """Launches dx_dfn_kernel: dx, and dfn_part and dgate_part for the second stage. dx_in, dy and, without gates, pre and dz may be None."""
     plan.spec.launch(
         plan.grid, x if dx_in is None else dx_in, x if dy is None else dy, x, dp if pre is None else pre, dp if dz is None else dz, dp,
         pieces, crms, fn, dx, dfn_part, dgate_part, tokens,
@@ -285,7 +288,9 @@ def dp_sizes(tokens: int, width: int) -> tuple[tuple[int, torch.dtype], tuple[in
     return (tokens * width, torch.float32), (2 * tokens * width, torch.bfloat16)
 
 
-def reduce(dfn_part, dgate_part, groups: int, fn, scales: int):
+def reduce(
+    dfn_part: Scratch, dgate_part: Scratch, groups: int, fn: torch.Tensor, scales: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Second stage. Returns dfn, dbase, dscale; the last two are dfn where there are no gates."""
     m, k = fn.shape
     dfn = torch.empty_like(fn)

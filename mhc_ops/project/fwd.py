@@ -20,7 +20,7 @@ import triton.language as tl
 from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
-from kernel_runtime.workspace import Layout
+from kernel_runtime.workspace import Layout, Scratch
 from mhc_ops.library import mix_columns
 from mhc_ops.project.core import PLANS, cdiv, dot_exact, hidden_zero, padded, parallelism, zero_product
 
@@ -223,7 +223,9 @@ def project_plan(device: torch.device, dtype: torch.dtype, m: int, k: int, token
     return ProjectPlan(spec, (cdiv(tokens, block) * split,), length, split, (split_tiles(m, k),), splits_fn, scratch)
 
 
-def project_partials(plan: ProjectPlan, x, fn, part, pieces, tokens: int, split_fn: bool = True) -> None:
+def project_partials(
+    plan: ProjectPlan, x: torch.Tensor, fn: torch.Tensor, part: Scratch, pieces: Scratch, tokens: int, split_fn: bool = True
+) -> None:
     """Partial sums part [split, T, C] for contiguous x [..., N, D] and fn [M, K]; splits fn unless its pieces are there already."""
     if plan.splits_fn and split_fn:
         split_spec(*fn.shape).launch(plan.split_grid, fn, pieces)
