@@ -250,6 +250,16 @@ def test_pack_equals_its_documents(mode):
         torch.testing.assert_close(lse[tokens], want_lse[0], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("layout", [{"S": 9, "S2": 4}, {"docs_q": (7, 9), "docs_ori": (3, 4)}], ids=["BSND", "TND"])
+def test_keys_leave_a_window_that_is_longer_than_all_of_them(layout):
+    """Queries further on than the window is long: the last keys go one by one, without a gather of window rows."""
+    inputs = attention_inputs(AttentionCase("", "swa", window=7, q_offset=2, **layout), seed=18, dtype=torch.float64)
+    out, lse = sparse_attn_shared_kv(**inputs, return_lse=True)
+    want_out, want_lse, _ = oracle(inputs)
+    torch.testing.assert_close(out, want_out, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-13)
+
+
 def test_rows_after_the_last_document_see_nothing():
     inputs = attention_inputs(AttentionCase("", "cfa", docs_q=(5, 7)), seed=15)
     inputs["cu_seqlens_q"] = cu_seqlens_of((5, 4))

@@ -84,7 +84,7 @@ def test_compress_equals_reference(name, dtype):
 def test_results_asked_for():
     inputs = attention_inputs(ATTENTION["scfa"])
     assert isinstance(sparse_attn_shared_kv(**inputs), torch.Tensor)
-    assert [len(sparse_attn_shared_kv(**inputs, return_lse=a, return_cmp_probs=b)) for a, b in ((1 == 1, False), (True, True))] == [2, 3]
+    assert [len(sparse_attn_shared_kv(**inputs, return_lse=a, return_cmp_probs=b)) for a, b in ((True, False), (True, True))] == [2, 3]
     out, probs = sparse_attn_shared_kv(**inputs, return_cmp_probs=True)
     assert probs.shape == inputs["cmp_indices"].shape and out.shape == inputs["q"].shape
 
