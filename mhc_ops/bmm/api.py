@@ -12,7 +12,7 @@ import torch
 
 from kernel_runtime import apply_function, check_dtype, run_eager, select_impl
 from kernel_runtime.checks import FLOATS
-from mhc_ops.bmm.op import PostBmm, PreBmm, ResBmm
+from mhc_ops.bmm.op import Bmm
 from mhc_ops.library import check_coefficient, check_stream_tensor, check_streams
 from reference import mhc as reference
 
@@ -28,7 +28,7 @@ def pre_bmm(pre: torch.Tensor, x: torch.Tensor, *, impl: str = "auto") -> torch.
     how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(reference.pre_bmm, pre, x)
-    return apply_function(PreBmm, pre, x, how)
+    return apply_function(Bmm, pre, x, "pre", how)
 
 
 def post_bmm(post: torch.Tensor, f: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
@@ -45,7 +45,7 @@ def post_bmm(post: torch.Tensor, f: torch.Tensor, *, impl: str = "auto") -> torc
     how = select_impl(op, impl, f)
     if impl == "eager":
         return run_eager(reference.post_bmm, post, f)
-    return apply_function(PostBmm, post, f, how)
+    return apply_function(Bmm, post, f, "post", how)
 
 
 def res_bmm(comb: torch.Tensor, x: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
@@ -59,4 +59,4 @@ def res_bmm(comb: torch.Tensor, x: torch.Tensor, *, impl: str = "auto") -> torch
     how = select_impl(op, impl, x)
     if impl == "eager":
         return run_eager(reference.res_bmm, comb, x)
-    return apply_function(ResBmm, comb, x, how)
+    return apply_function(Bmm, comb, x, "res", how)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_runtime.device import on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.bmm import fwd
@@ -68,7 +69,7 @@ def _backward(
     op: str, dout: torch.Tensor, coefficient: torch.Tensor, tensor: torch.Tensor, n: int, npu: bool | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dout, coefficient, tensor = dout.contiguous(), coefficient.contiguous(), tensor.contiguous()
-    npu = tensor.device.type == "npu" if npu is None else npu
+    npu = on_npu(tensor.device, npu)
     d = tensor.shape[-1]
     dcoefficient, dtensor = torch.empty_like(coefficient), torch.empty_like(tensor)
     tokens = tensor.numel() // (d if op == "post" else n * d)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_runtime.device import on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.post.core import expand_program
@@ -82,7 +83,7 @@ def _forward(op: str, coefficient: torch.Tensor, tensor: torch.Tensor, lead: tor
     d = tensor.shape[-1]
     out = torch.empty((*lead, n, d) if streams else (*lead, d), dtype=tensor.dtype, device=tensor.device)
     if tokens := lead.numel():
-        spec = forward_spec(op, tensor.dtype, n, d, tensor.device.type == "npu" if npu is None else npu)
+        spec = forward_spec(op, tensor.dtype, n, d, on_npu(tensor.device, npu))
         grid = row_grid(tensor.device, tokens * cdiv(d, spec.consts["BD"]))
         spec.launch((grid,), coefficient, tensor, out, tokens)
     return out

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_runtime.device import on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from mhc_ops.post import ascend
@@ -118,7 +119,7 @@ def post_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """npu=True launches the form for Ascend on any device (tests run it in the interpreter); None picks it by the device."""
     dout, f, x, post, comb = dout.contiguous(), f.contiguous(), x.contiguous(), post.contiguous(), comb.contiguous()
-    npu = x.device.type == "npu" if npu is None else npu
+    npu = on_npu(x.device, npu)
     n, d = x.shape[-2:]
     df, dx, dpost, dcomb = torch.empty_like(f), torch.empty_like(x), torch.empty_like(post), torch.empty_like(comb)
     tokens = x.numel() // (n * d)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_runtime.device import device_properties
+from kernel_runtime.device import device_properties, grid_size
 from kernel_runtime.kernels import dot
 
 PLANS = 1024  # launch plans (one a shape) that are kept
@@ -31,7 +31,7 @@ def parallelism(device: torch.device) -> int:
 
 def row_grid(device: torch.device, programs: int) -> int:
     """Launch size of a kernel that loops over its row programs: one each on a GPU, as many as cores on an NPU (65535 at most there)."""
-    return programs if device.type != "npu" else min(programs, parallelism(device))
+    return grid_size(device, programs, device.type == "npu", vector=True)
 
 
 @triton.jit

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mhc_ops.bmm.op import run_pre_forward
+from mhc_ops.bmm.op import CALLS
 from mhc_ops.post.op import run_forward as run_post_forward
 
+run_pre_forward, _ = CALLS["pre"]
 Key = tuple[Any, ...]
 
 
