@@ -82,7 +82,7 @@ def expected(inputs, dout, mode):
     results = reference_attention(**wide, return_lse=True, return_cmp_probs=mode == "scfa")
     grads = torch.autograd.grad(results[0], list(leaves.values()), dout.double())
     names = {"q": "dq", "ori_kv": "dori", "cmp_kv": "dcmp", "sinks": "dsinks"}
-    forward = {name: r.detach() for name, r in zip(("out", "lse", "probs"), results) if r.numel()}
+    forward = {name: r.detach() for name, r in zip(("out", "lse", "probs"), results) if name != "probs" or r.numel()}
     return {**forward, **{names[n]: g for n, g in zip(leaves, grads)}}
 
 
@@ -157,6 +157,19 @@ def test_rows_that_no_query_sees_are_not_read(mode, poisoned):
         inputs["cmp_kv"][:, 73 // 5 :] = torch.nan
     for deterministic in (False, True):
         check(run(inputs, one, dout, deterministic), want, BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
+def test_rows_after_the_last_document(mode, poisoned):
+    one = AttentionCase("after", mode, N=20, D=512, docs_q=(37, 0, 61), K=40, cmp_ratio=5, window=33)
+    inputs, dout = make(one, BF16)
+    inputs["cu_seqlens_q"] = torch.tensor([0, 37, 37, 70], dtype=torch.int32, device="cuda")
+    want = expected(inputs, dout, mode)
+    for deterministic in (False, True):
+        got = run(inputs, one, dout, deterministic)
+        check(got, want, BF16)
+        assert not got["out"][70:].any() and not got["dq"][70:].any() and not got["dori"][70:].any()
 
 
 @pytest.mark.gpu
@@ -287,13 +300,17 @@ class FusedInTorch:
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("mode", ["swa", "cfa", "scfa"])
-def test_launcher_of_the_backward(mode, deterministic, monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [("swa", {}), ("cfa", {}), ("scfa", {}), ("scfa", {"K": 0}), ("cfa", {"S2": 0, "q_offset": 3}), ("scfa", {"S": 0}), ("scfa", {"B": 0})],
+    ids=["swa", "cfa", "scfa", "no slots", "no keys", "no queries", "no batch"],
+)
+def test_launcher_of_the_backward(mode, more, deterministic, monkeypatch):
     """Everything around the fused kernel: chunks of 4 queries, two of them to a list, delta, sums, sinks, dtypes."""
     from sparse_attn.shared_kv.hopper import bwd
     from tests.op_checks import poison_empty
 
-    one = AttentionCase("launcher", mode, N=3, D=128, B=2, S=7, S2=12, K=5, cmp_ratio=2, window=4)
+    one = replace(AttentionCase("launcher", mode, N=3, D=128, B=2, S=7, S2=12, K=5, cmp_ratio=2, window=4), **more)
     inputs = attention_inputs(one, dtype=FP16)
     dout = torch.randn(inputs["q"].shape, generator=torch.Generator().manual_seed(1)).to(FP16)
     want = expected(inputs, dout, mode)
@@ -305,7 +322,8 @@ def test_launcher_of_the_backward(mode, deterministic, monkeypatch):
     grads = bwd.attention_bwd(dout, *tensors, want["out"].to(FP16), want["lse"].float(), *options, deterministic)
     got = {name: x for name, x in zip(("dq", "dori", "dcmp", "dsinks"), grads) if x.numel()}
     check(got, {name: want[name] for name in got}, FP16, factor=3.0)  # few keys a query: delta of the rounded out weighs more
-    assert ("dcmp" in got) == (mode != "swa") and all(got[name].dtype == FP16 for name in ("dq", "dori"))
+    assert set(got) == {name for name, x in want.items() if x.numel() and name.startswith("d")}
+    assert all(x.dtype == FP16 for x in grads[:3]) and [x.shape for x in grads[:2]] == [inputs[name].shape for name in ("q", "ori_kv")]
 
 
 class Launched(Exception):
