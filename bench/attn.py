@@ -123,10 +123,10 @@ def flex(x: Problem) -> Iterator[tuple[str, Callable[[], object]]]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     S = x.q.shape[1]
-    mask = create_block_mask(lambda b, h, i, j: (j <= i) & (j > i - WINDOW), None, None, S, S, device="cuda")
+    mask = create_block_mask(lambda _b, _h, i, j: (j <= i) & (j > i - WINDOW), None, None, S, S, device="cuda")
     attend = torch.compile(flex_attention)
 
-    def run(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, sinks: Tensor) -> Tensor:
+    def run(q: Tensor, ori_kv: Tensor, *_: Tensor | None) -> Tensor:
         kv = ori_kv[:, None]
         return attend(q.transpose(1, 2), kv, kv, block_mask=mask, enable_gqa=True, scale=D**-0.5).transpose(1, 2)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_vjp, once_differentiable, register_specs
 from reference import compress as reference
 from sparse_attn.library import OPS
 

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from kernel_runtime import eager_vjp, register_specs
+from kernel_runtime import eager_vjp, once_differentiable, register_specs
 from reference import sparse_attn as reference
 from sparse_attn.library import OPS
 
@@ -16,6 +15,7 @@ from sparse_attn.library import OPS
 _OPTIONS = (
     "Tensor? cu_q, Tensor? cu_ori, Tensor? cu_cmp, Tensor? q_offsets, SymInt? q_offset, float scale, SymInt cmp_ratio, SymInt? window"
 )
+
 
 def _attention(q, ori_kv, cmp_kv, cmp_indices, sinks, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, scale, cmp_ratio, window, **returns):
     return reference.sparse_attn_shared_kv(
