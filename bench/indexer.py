@@ -18,6 +18,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -172,10 +173,32 @@ def limited(rows: Iterator[Row], seconds: float) -> Iterator[Row]:
         yield row
 
 
-def run(args: argparse.Namespace) -> list[Row]:
-    deadline = time.monotonic() + args.seconds
+def within(args: argparse.Namespace, deadline: float, what: str, rows: Callable[[], Iterator[Row]]) -> list[Row]:
+    """The rows of one provider, printed as they come; none after the deadline. Of this bench and that of the loss."""
+    found: list[Row] = []
+    if time.monotonic() > deadline:
+        print(f"no time left for {what}", flush=True)
+        return found
+    try:
+        for row in limited(rows(), args.limit):
+            print_row(row)
+            found.append(row)
+    except Exception as error:  # a provider may be missing, not take the shape or run out of memory: say so and go on
+        print(f"{what}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    torch.cuda.empty_cache()
+    return found
+
+
+def rates() -> tuple[float, float]:
+    """GB/s of a copy and TFLOP/s of a product, which are printed."""
     copy, product = copy_rate(), matmul_rate()
     print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s", flush=True)
+    return copy, product
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    deadline = time.monotonic() + args.seconds
+    speeds = rates()
     compile_kernels("indexer.lightning", args.topk)
     rows: list[Row] = []
     for tokens in args.tokens:
@@ -183,17 +206,8 @@ def run(args: argparse.Namespace) -> list[Row]:
         for topk in (k for k in args.topk if k <= tokens // RATIO):
             print_head(f"indexer, S {tokens}, top {topk}, {HEADS} heads, Di {DIM}, bf16")
             for provider in args.providers:
-                if left_out(provider, tokens, topk, args):
-                    continue
-                if time.monotonic() > deadline:
-                    print(f"no time left for {provider}", flush=True)
-                    continue
-                try:
-                    for row in limited(measured(provider, inputs, topk, args, copy, product), args.limit):
-                        print_row(row)
-                        rows.append(row)
-                except Exception as error:  # a provider may be missing, not take the shape or run out of memory: say so and go on
-                    print(f"{provider} S {tokens} K {topk}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                torch.cuda.empty_cache()
+                if not left_out(provider, tokens, topk, args):
+                    make = partial(measured, provider, inputs, topk, args, *speeds)
+                    rows += within(args, deadline, f"{provider} S {tokens} K {topk}", make)
             torch._dynamo.reset()
     return rows

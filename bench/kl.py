@@ -18,13 +18,13 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from bench.attn import matmul_rate
-from bench.common import Captured, Row, copy_rate, median_ms, peak_mib, print_head, print_row
-from bench.indexer import DIM, HEADS, RATIO, add_common_arguments, compile_kernels, left_out, limited, make_inputs, visible_blocks
+from bench.common import Captured, Row, median_ms, peak_mib, print_head
+from bench.indexer import DIM, HEADS, RATIO, add_common_arguments, compile_kernels, left_out, make_inputs, rates, visible_blocks, within
 from indexer import indexer_kl_loss, lightning_indexer
 from reference.indexer_loss import indexer_kl_loss as reference_loss
 
@@ -67,17 +67,17 @@ def make(tokens: int, topk: int, seed: int = 1) -> Problem:
 
 def both(loss: Callable[..., Tensor], x: Problem, form: str) -> Callable[[], object]:
     options = x.options(form)
-    return lambda: torch.autograd.grad(loss(*x.leaves, **options, cmp_ratio=RATIO), x.leaves)
+    return lambda: torch.autograd.grad(loss(*x.leaves, **options), x.leaves)
 
 
 def ours(x: Problem, form: str) -> Callable[[], object]:
     def loss(*leaves: Tensor, **options: object) -> Tensor:
-        return indexer_kl_loss(*leaves, **options, deterministic=form.endswith("det."), impl="triton")
+        return indexer_kl_loss(*leaves, **options, cmp_ratio=RATIO, deterministic=form.endswith("det."), impl="triton")
 
     return both(loss, x, form)
 
 
-def all_slots(q_index: Tensor, k_index: Tensor, weights: Tensor, indices: Tensor, cmp_ratio: int, **given: Tensor) -> Tensor:
+def all_slots(q_index: Tensor, k_index: Tensor, weights: Tensor, indices: Tensor, **given: Tensor) -> Tensor:
     """What one writes without kernels, for one sequence: every gathered row and every product at once."""
     valid, rows = indices[0] >= 0, indices[0].clamp(min=0).long()
     scores = (torch.einsum("shd,skd->shk", q_index[0], k_index[0][rows]).float().relu() * weights[0, ..., None]).sum(1)
@@ -119,7 +119,7 @@ def case_of(provider: str, x: Problem, form: str) -> Callable[[], object] | None
         return cudnn(x, form) if form in ("given", "own") else None
     if form not in (("given", "own") if provider == "compile" else ("given", "own", "dense")):
         return None
-    return both(torch.compile(all_slots, dynamic=False) if provider == "compile" else reference_loss, x, form)
+    return both(torch.compile(all_slots, dynamic=False) if provider == "compile" else partial(reference_loss, cmp_ratio=RATIO), x, form)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,8 +148,7 @@ def measured(provider: str, x: Problem, form: str, args: argparse.Namespace, cop
 
 def run(args: argparse.Namespace) -> list[Row]:
     deadline = time.monotonic() + args.seconds
-    copy, product = copy_rate(), matmul_rate()
-    print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s", flush=True)
+    speeds = rates()
     compile_kernels("indexer.kl_loss", args.topk, ATTENTION_HEADS, ATTENTION_DIM)
     compile_kernels("indexer.lightning", args.topk)
     rows: list[Row] = []
@@ -161,17 +160,7 @@ def run(args: argparse.Namespace) -> list[Row]:
                 if form == "dense" and topk != min(args.topk):
                     continue  # it has no slots
                 for provider in args.providers:
-                    if left_out(provider, tokens, topk, args):
-                        continue
-                    if time.monotonic() > deadline:
-                        print(f"no time left for {provider} {form}", flush=True)
-                        continue
-                    try:
-                        for row in limited(measured(provider, x, form, args, copy, product), args.limit):
-                            print_row(row)
-                            rows.append(row)
-                    except Exception as error:  # a provider may be missing, not take the shape or run out of memory: say so and go on
-                        print(f"{provider} {form} S {tokens} K {topk}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                    torch.cuda.empty_cache()
+                    if not left_out(provider, tokens, topk, args):
+                        rows += within(args, deadline, f"{provider} {form} S {tokens} K {topk}", partial(measured, provider, x, form, args, *speeds))
             torch._dynamo.reset()
     return rows
