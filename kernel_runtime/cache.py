@@ -182,7 +182,7 @@ def inspect(folder: Path, key: str, kernel: str, extension: str) -> EntryState:
         return EntryState("corrupt", f"{entry.name}: {type(error).__name__}: {error}")
     if recorded != key:
         return EntryState("corrupt", f"{metadata} belongs to key {recorded[:16]}")
-    if reason := _binary_damage(data):
+    if reason := binary_damage(data):
         return EntryState("corrupt", f"{binary}: {reason}")
     for child in children:
         if not (entry / child).exists():
@@ -193,8 +193,8 @@ def inspect(folder: Path, key: str, kernel: str, extension: str) -> EntryState:
     return EntryState("moved" if moved else "ok", bytes=len(data))
 
 
-def _binary_damage(data: bytes) -> str:
-    """Device binaries are ELF files: the header tells how long one must be."""
+def binary_damage(data: bytes) -> str:
+    """Device binaries and C modules are ELF files: the headers tell how long one must be. Empty if nothing shows."""
     if len(data) < 64:
         return f"{len(data)} bytes are no binary"
     if data[:4] != b"\x7fELF" or data[4] != 2:
@@ -229,7 +229,7 @@ def seal(folder: Path, key: str) -> None:
     """Writes the checksums of a fresh entry, so that later damage shows."""
     entry = entry_folder(folder, key)
     files = [p for p in entry.iterdir() if p.is_file() and p.name != CHECKSUMS and not p.name.startswith("__grp__")]
-    _write(entry / CHECKSUMS, json.dumps({p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)}))
+    write_text(entry / CHECKSUMS, json.dumps({p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)}))
 
 
 def discard(folder: Path, key: str) -> None:
@@ -246,7 +246,7 @@ def adopt(folder: Path, key: str, kernel: str) -> None:
     entry = entry_folder(folder, key)
     group = entry / f"__grp__{kernel[:150]}.json"
     children = json.loads(group.read_text())["child_paths"]
-    _write(group, json.dumps({"child_paths": {name: str(entry / name) for name in children}}))
+    write_text(group, json.dumps({"child_paths": {name: str(entry / name) for name in children}}))
 
 
 def copy_entry(source: Path, destination: Path, name: str) -> None:
@@ -269,7 +269,8 @@ def sweep(folder: Path, key: str) -> None:
                 shutil.rmtree(path)
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all, for whoever reads meanwhile."""
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         temporary.write_text(text)

@@ -70,11 +70,13 @@ class Filler:
     """Brings every entry of a plan into the cache folder for one target, together with other processes that do the same."""
 
     def __init__(self, plan: Any, target: Any, report: Report, lock_timeout: float, measure: bool) -> None:
-        from kernel_runtime.targets import EXTENSION
+        from kernel_runtime import origin, targets  # which import Triton
 
+        self._origin, self._targets = origin, targets
         self.target, self.report, self.lock_timeout, self.measure = target, report, lock_timeout, measure
-        self.extension = EXTENSION[target.backend]
+        self.extension = targets.EXTENSION[target.backend]
         self.entries: list[tuple[Row, Any]] = []
+        self._parts: dict[str, str] = {}
         self._moving = threading.Lock()
         self._progress = time.monotonic()
         for op, spec in plan:
@@ -90,10 +92,14 @@ class Filler:
     def inspect(self, row: Row, folder: Path | None = None) -> cache.EntryState:
         return cache.inspect(folder or self.folder, row.key, row.kernel, self.extension)
 
+    def lacks(self, spec: Any, folder: Path | None = None) -> str:
+        """What is missing beside the kernel itself: a C module that would be compiled when the kernel is loaded; empty if nothing"""
+        return self._targets.host_module_missing(spec.source(), self.target, folder or self.folder)
+
     def choose_folder(self) -> None:
         """Keeps the folder if it can be written or needs no writing, else moves to a private one of this node, with what is there."""
         reason = cache.why_not_writable(self.folder)
-        if reason and any(self.inspect(row).state != "ok" for row, _ in self.entries):
+        if reason and any(self.inspect(row).state != "ok" or self.lacks(spec) for row, spec in self.entries):
             self._move(reason)
         cache.use_folder(self.folder)
 
@@ -180,11 +186,11 @@ class Filler:
                     idle = 0
 
     def _one(self, row: Row, spec: Any, wait_is_over: bool) -> bool:
-        state = self.inspect(row)
-        if state.state == "ok":
+        folder = self.folder
+        state = self.inspect(row, folder)
+        if state.state == "ok" and not self.lacks(spec, folder):
             row.state, row.bytes = "cached", state.bytes
             return True
-        folder = self.folder
         lock = cache.Lock(folder, row.key)
         if not lock.try_acquire():
             if not wait_is_over:
@@ -214,25 +220,26 @@ class Filler:
 
     def _make(self, row: Row, spec: Any, folder: Path) -> None:
         state = self.inspect(row, folder)  # another process may have been here between the look and the lock
-        if state.state == "ok":
-            row.state, row.bytes = "cached", state.bytes
-            return
-        if state.state == "moved":
-            cache.adopt(folder, row.key, row.kernel)
-            row.state, row.bytes = "adopted", state.bytes
+        if state.state in ("ok", "moved"):
+            if reason := self.lacks(spec, folder):
+                self.report.say(f"there are kernels without what belongs to them, which is built ({reason})")
+                self.report.say(self._targets.build_launcher(spec.source(), self.target, self._lock))
+            if state.state == "moved":
+                cache.adopt(folder, row.key, row.kernel)
+            row.state, row.bytes = "adopted" if state.state == "moved" else "cached", state.bytes
             return
         if state.state == "corrupt":
             self.report.say(f"{row.kernel}: damaged cache entry replaced ({state.reason})")
             cache.discard(folder, row.key)
         cache.sweep(folder, row.key)
-        from kernel_runtime.targets import build_launcher
-
         # the launcher first: other processes take a kernel that is there for complete, and load it
-        self.report.say(build_launcher(spec.source(), self.target, self._lock))
+        self.report.say(self._targets.build_launcher(spec.source(), self.target, self._lock))
         kernel = spec.compile(self.target)
         if kernel.hash != row.key:
             keys = f"stored key {kernel.hash[:12]} where {row.key[:12]} was expected"
             raise RuntimeError(f"Triton {keys}; this Triton version is not supported")
+        self._parts = self._parts or self._origin.explain_key(self.target)
+        self._origin.write(cache.entry_folder(folder, row.key), spec, self._parts)
         cache.seal(folder, row.key)
         row.state = "repaired" if state.state == "corrupt" else "compiled"
         row.bytes = len(kernel.kernel)
@@ -240,11 +247,9 @@ class Filler:
             self._measure(row, kernel)
 
     def _measure(self, row: Row, kernel: Any) -> None:
-        from kernel_runtime.targets import resources, shared_limit
-
-        used = resources(kernel)
+        used = self._targets.resources(kernel)
         row.registers, row.spills, row.shared = used.registers, used.spills, used.shared
-        limit = shared_limit(self.target)
+        limit = self._targets.shared_limit(self.target)
         if limit is not None and used.shared > limit:
             row.state, row.note = "failed", f"{used.shared} bytes of shared memory, the target has {limit}"
 

@@ -11,13 +11,14 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
-from kernel_runtime.cache import STORAGE_ERRORS
+from kernel_runtime.cache import STORAGE_ERRORS, binary_damage, entry_folder
 from kernel_runtime.launch import CUDA_SMEM_LIMIT
 
 HIP_SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
@@ -72,23 +73,55 @@ def resources(kernel: Any) -> Resources:
     return Resources(found.get("REG"), spills, kernel.metadata.shared)
 
 
-def build_launcher(source: Any, target: GPUTarget, lock: Callable[[str], AbstractContextManager[Any]]) -> str:
-    """Puts the C launcher of a CUDA kernel's source, and Triton's CUDA helper module, into the cache folder; returns a warning or "".
-
-    Triton compiles one launcher a signature when a kernel is first loaded. Without a driver here it is linked against an empty library
-    of the driver's name, which is how the real one is found where the cache is used. `lock` gives the lock of a name: each is built once,
-    and different ones at the same time (a third of a second each, as long as many kernels take).
-    """
+def host_modules(source: Any, target: GPUTarget) -> list[tuple[str, str]]:
+    """(name, C source) of what Triton compiles for the host when it first loads a kernel for NVIDIA: the launcher of its signature, and a
+    helper module of all."""
     if target.backend != "cuda":
-        return ""
+        return []
     from triton.backends.nvidia import driver
 
     constants = {(source.fn.arg_names.index(k),) if isinstance(k, str) else k: v for k, v in source.constants.items()}
     launcher = driver.make_launcher(constants, dict(source.signature.items()), None)  # no kernel here takes a descriptor as an argument
-    helper = Path(driver.dirname, "driver.c").read_text()
+    return [("__triton_launcher", launcher), ("cuda_utils", _helper(driver.dirname))]
+
+
+@cache
+def _helper(folder: str) -> str:
+    return Path(folder, "driver.c").read_text()
+
+
+def _place(name: str, source: str) -> tuple[str, str]:
+    """Key and file of a module, as triton.runtime.build.compile_module_from_src has them. The file's name holds the version of Python."""
+    from triton.runtime.build import platform_key
+
+    return hashlib.sha256((source + platform_key()).encode("utf-8")).hexdigest(), f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def host_module_missing(source: Any, target: GPUTarget, folder: Path) -> str:
+    """Which of a kernel's C modules `folder` lacks and why; empty if none, so that its first launch calls no C compiler."""
+    for name, text in host_modules(source, target):
+        key, file = _place(name, text)
+        path = entry_folder(folder, key) / file
+        try:
+            reason = binary_damage(path.read_bytes())
+        except OSError:
+            others = sorted(p.name for p in path.parent.glob(f"{name}.*")) if path.parent.is_dir() else []
+            reason = f"there is only {', '.join(others)}" if others else "is not there"
+        if reason:
+            return f"its C module {file}: {reason}"
+    return ""
+
+
+def build_launcher(source: Any, target: GPUTarget, lock: Callable[[str], AbstractContextManager[Any]]) -> str:
+    """Puts the C modules of a kernel's source into the cache folder; returns a warning or "".
+
+    Without a driver here they are linked against an empty library of the driver's name, which is how the real one is found where the cache
+    is used. `lock` gives the lock of a name: each is built once, and different ones at the same time (a third of a second each, as long as
+    many kernels take).
+    """
     try:
-        _build_module(launcher, "__triton_launcher", driver, lock)
-        _build_module(helper, "cuda_utils", driver, lock)
+        for name, text in host_modules(source, target):
+            _build_module(text, name, lock)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
             raise
@@ -96,18 +129,23 @@ def build_launcher(source: Any, target: GPUTarget, lock: Callable[[str], Abstrac
     return ""
 
 
-def _build_module(source: str, name: str, driver: Any, lock: Callable[[str], AbstractContextManager[Any]]) -> None:
-    """What triton.runtime.build.compile_module_from_src does, with the same key, but without loading the result."""
-    from triton.runtime.build import _build, platform_key
+def _build_module(source: str, name: str, lock: Callable[[str], AbstractContextManager[Any]]) -> None:
+    """What triton.runtime.build.compile_module_from_src does, with the same key, but without loading the result; a damaged one is replaced."""
+    from triton.backends.nvidia import driver
+    from triton.runtime.build import _build
     from triton.runtime.cache import get_cache_manager
 
-    key = hashlib.sha256((source + platform_key()).encode("utf-8")).hexdigest()
-    cache = get_cache_manager(key)
-    file = f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if cache.get_file(file) is not None:
+    key, file = _place(name, source)
+    manager = get_cache_manager(key)
+
+    def whole() -> bool:
+        path = manager.get_file(file)
+        return path is not None and not binary_damage(Path(path).read_bytes())
+
+    if whole():
         return
     with lock(key), tempfile.TemporaryDirectory() as folder:
-        if cache.get_file(file) is not None:  # another process had the lock
+        if whole():  # another process had the lock
             return
         try:
             libraries = driver.library_dirs()
@@ -116,7 +154,7 @@ def _build_module(source: str, name: str, driver: Any, lock: Callable[[str], Abs
         path = os.path.join(folder, f"{name}.c")
         Path(path).write_text(source)
         built = _build(name, path, folder, libraries, driver.include_dirs, driver.libraries, [])
-        cache.put(Path(built).read_bytes(), file, binary=True)
+        manager.put(Path(built).read_bytes(), file, binary=True)
 
 
 def _empty_library(folder: str, name: str) -> str:

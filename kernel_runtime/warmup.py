@@ -148,7 +148,7 @@ def compile_ahead(
 ) -> Report:
     """Fills a cache folder for `target` ("sm_90", "gfx942") with no device; a process with such a device then compiles nothing.
 
-    The same Triton version and the same source files are needed on both sides (see `explain_key`); the folder may be moved or mounted
+    The same Triton version and the same source files are needed on both sides (see `origin.explain_key`); the folder may be moved or mounted
     elsewhere, warmup adopts it. `jobs` processes share the work; more than one are spawned, so a script that calls this needs the usual
     `if __name__ == "__main__"`. ValueError for an unknown target or one of Ascend.
     """
@@ -191,36 +191,32 @@ def _merge(reports: list[Report]) -> Report:
 
 
 def look(plan: Any, target: Any, folder: Path) -> Report:
-    """State of every entry of the plan in a cache folder; compiles nothing and changes nothing."""
+    """State of every entry of the plan in a cache folder; compiles nothing and changes nothing. The messages say what the folder holds in
+    place of what is missing, and what to do."""
+    from kernel_runtime.origin import why_missing
     from kernel_runtime.targets import target_name
 
     report = Report(target_name(target), str(folder))
     filler = Filler(plan.for_target(target), target, report, 0.0, measure=False)
-    for row, _ in filler.entries:
+    absent = []
+    for row, spec in filler.entries:
         state = filler.inspect(row)
-        row.bytes = state.bytes
+        row.bytes, row.note = state.bytes, state.reason
         row.state = {"ok": "cached", "moved": "moved", "corrupt": "corrupt", "missing": "missing"}[state.state]
-        row.note = state.reason
+        if state.state == "missing":
+            absent.append(spec)
+        elif state.state == "ok" and (lacks := filler.lacks(spec)):
+            row.state, row.note = "missing", lacks
         report.rows.append(row)
+    for line in why_missing(absent, target, folder):
+        report.say(line)
+    if not folder.is_dir():
+        report.say(f"there is no folder {folder}")
+    if report.count("missing", "corrupt"):
+        report.say("to fill the folder: the same command without --check and --dry-run; what others have compiled there stays theirs")
+    if count := report.count("moved"):
+        report.say(f"{count} kernels were compiled under another path: warmup() and the command without --check and --dry-run adopt them")
     return report
-
-
-def explain_key(target: Any) -> dict[str, str]:
-    """What Triton's cache key depends on besides a kernel's own source, constants and types; equal parts mean equal keys."""
-    import hashlib
-
-    from triton._C.libtriton import get_cache_invalidating_env_vars
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.cache import triton_key
-
-    backend = make_backend(target)
-    return {
-        "triton": triton_key().split("-", 1)[0],
-        "triton files": hashlib.sha256(triton_key().encode()).hexdigest()[:16],
-        "backend (assembler and architecture)": " ".join(str(backend.hash()).split()),
-        "default options": str(backend.parse_options({}).hash())[:16],
-        "environment": str(sorted(get_cache_invalidating_env_vars().items())),
-    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -283,6 +279,10 @@ def _check_ascend(args: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("ascendnpuir") is None:
         print("error: the check for Ascend has an environment of its own: make ascend-check", file=sys.stderr)
+        return 2
+    given = {"--dtype": args.dtype, "--cache-dir": args.cache_dir, "--check": args.check, "--save-plan": args.save_plan}
+    if ignored := ", ".join(flag for flag, value in given.items() if value):
+        print(f"error: {ignored} has no meaning for {args.target}: all kernels are compiled as a check, and nothing is kept", file=sys.stderr)
         return 2
     from kernel_runtime.ascend.__main__ import main as check
 

@@ -188,3 +188,15 @@ def test_known_failures_are_just_those(monkeypatch):
     assert [row.known for row in rows] == [True, False, False, False, False]
     assert mended(rows) == [] and mended(rows[1:]) == ["project_kernel with 1.0.0"]
     assert "known: bishengir-compile crashed" in table(rows[:1]) and "FAIL" in table(rows[2:3])
+
+
+def test_what_the_check_would_ignore_is_refused(monkeypatch, capsys):
+    """`python -m kernel_runtime.warmup --target Ascend...` where its compiler is installed"""
+    import importlib.util
+
+    from kernel_runtime import warmup
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    for flags in (["--check"], ["--dtype", "bf16"], ["--cache-dir", "folder"], ["--save-plan", "plan.json"]):
+        assert warmup.main(["--config", "tiny", "--target", "Ascend910B3", *flags]) == 2
+        assert f"error: {flags[0]} has no meaning for Ascend910B3" in capsys.readouterr().err
