@@ -129,6 +129,14 @@ def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool, npu: bool =
     )  # fmt: skip
 
 
+def chunk_of(rows: int, row_bytes: int, device: torch.device) -> int:
+    """Queries of a chunk: as many as CHUNK_BYTES allow, in whole waves of the grid where there is more than one."""
+    chunk, cores = max(1, CHUNK_BYTES // max(1, row_bytes)), device_properties(device).cube_cores
+    if chunk >= rows:
+        return rows
+    return chunk - chunk % cores if chunk > cores else chunk
+
+
 def attention_bwd(
     dout: torch.Tensor, q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None,
     sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, cu_q: torch.Tensor | None, cu_ori: torch.Tensor | None,
@@ -157,8 +165,7 @@ def attention_bwd(
         slots = window_slots + (K if mode == SELECTED and not dense else entries)
         partial = (deterministic or npu) and mode == SELECTED and not dense
         row_bytes = (2 * slots * N + (K * D if partial else 0)) * dtype.itemsize + 8 * (entries + K) * dense
-        chunk = max(1, CHUNK_BYTES // max(1, row_bytes))
-        chunk = rows if chunk >= rows else _whole_waves(chunk, q.device)
+        chunk = chunk_of(rows, row_bytes, q.device)
         p = torch.empty((chunk, slots, N), dtype=dtype, device=q.device)
         dz = torch.empty_like(p)
         part = torch.empty((chunk, K, D), dtype=dtype, device=q.device) if partial else None
@@ -187,12 +194,6 @@ def attention_bwd(
         if sinks is not None:
             dsinks = sink_gradient(sinks, lse, delta)
     return dq, dori.to(dtype), q.new_empty(0) if cmp_kv is None else dcmp.to(dtype), dsinks
-
-
-def _whole_waves(queries: int, device: torch.device) -> int:
-    """Whole waves of the grid, where there is more than one."""
-    cores = device_properties(device).cube_cores
-    return queries - queries % cores if queries > cores else queries
 
 
 def _add_range(

@@ -21,6 +21,7 @@ def gradient_tile(
     N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, DENSE: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """A tile of keys: its part of dq (acc0 and acc1, the halves of D), and P^T and scale * dZ^T of its slots to p_out and dz_out."""
     d = tl.arange(0, BD)
     k0 = load_rows(keys, key_rows, seen, d, D, EVEN)
     if HALVES == 2:
@@ -54,6 +55,7 @@ def dq_task(
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, DENSE: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
+    """One query and a block of its heads."""
     EVEN: tl.constexpr = D == BD * HALVES
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
     n = tl.arange(0, BN)

@@ -59,6 +59,7 @@ def forward_task(
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
+    """One query and a block of its heads: out [rows, N, D], lse [rows, N]."""
     EVEN: tl.constexpr = D == BD * HALVES
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
     row = (rows - 1 - task // HEAD_BLOCKS).to(tl.int64)  # the last queries see most: started first, the grid ends together

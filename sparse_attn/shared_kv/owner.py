@@ -30,6 +30,7 @@ def owner_lists(
 
 @triton.jit(do_not_specialize=["tasks"])
 def owner_sum_kernel(part, starts, order, dkv, tasks, D: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr):
+    """A task is an entry and BD channels: dkv [entries, D] fp32 += the rows of part [slots, D] that the entry owns."""
     SLICES: tl.constexpr = (D + BD - 1) // BD
     EVEN: tl.constexpr = D % BD == 0
     n = tl.arange(0, BL)

@@ -15,6 +15,7 @@ from sparse_attn.shared_kv.core import used_slots
 
 @triton.jit(do_not_specialize=["K"])
 def used_kernel(indices, places, used, K, BK: tl.constexpr):
+    """A program a query: indices [rows, K], used [rows]."""
     row = tl.program_id(0).to(tl.int64)
     visible = tl.load(places + row * 4 + 3) - tl.load(places + row * 4 + 2)
     tl.store(used + row, used_slots(indices, row * K, K, visible, BK))

@@ -9,14 +9,14 @@ from math import prod
 import torch
 import triton
 
-from kernel_runtime.device import device_properties
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
+from sparse_attn.shared_kv.bwd import chunk_of
 from sparse_attn.shared_kv.fwd import ALL, NONE, SELECTED, mode_of
 from sparse_attn.shared_kv.hopper import DTYPES, HEAD_DIMS
 from sparse_attn.shared_kv.hopper.bwd_cast import cast_spec, cast_sums
 from sparse_attn.shared_kv.hopper.bwd_kernel import hopper_bwd_kernel
-from sparse_attn.shared_kv.hopper.core import HEADS, used_of, used_spec
+from sparse_attn.shared_kv.hopper.core import HEADS, programs
 from sparse_attn.shared_kv.hopper.dense import dense_supports
 from sparse_attn.shared_kv.hopper.dense_fwd import dense_forward_spec
 from sparse_attn.shared_kv.hopper.fwd import forward_spec
@@ -35,8 +35,7 @@ from sparse_attn.shared_kv.hopper.probs import probs_spec
 from sparse_attn.shared_kv.places import places_of
 from sparse_attn.shared_kv.places import specs as places_specs
 from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
-
-CHUNK_BYTES = 3 << 29  # partial rows of a chunk of queries
+from sparse_attn.shared_kv.used import used_of, used_spec
 
 
 @cache
@@ -53,18 +52,6 @@ def backward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, partial: 
         consts={"N": N, "D": D, "COMPRESSED": compressed, "PARTIAL": partial},
         targets=("cuda",),
     )  # fmt: skip
-
-
-def programs(tasks: int, device: torch.device) -> int:
-    return min(tasks, device_properties(device).cube_cores)
-
-
-def chunk_of(rows: int, row_bytes: int, wave: int) -> int:
-    """Queries of a chunk: as many as CHUNK_BYTES of partial rows allow, in whole waves of the grid."""
-    chunk = max(1, CHUNK_BYTES // max(1, row_bytes))
-    if chunk > wave:
-        chunk -= chunk % wave
-    return min(rows, chunk)
 
 
 def attention_bwd(
@@ -113,8 +100,7 @@ def _partial_sums(
     """The deterministic form: chunk after chunk of queries, partial rows and then their sums."""
     q, _, _, indices, places, *_ = inputs
     D, device = q.shape[-1], q.device
-    row_bytes = groups * (ori_slots + cmp_slots) * D * q.element_size()
-    chunk = chunk_of(rows, row_bytes, device_properties(q.device).cube_cores)
+    chunk = chunk_of(rows, groups * (ori_slots + cmp_slots) * D * q.element_size(), device)
     part = torch.empty(chunk * groups * (ori_slots + cmp_slots) * D, dtype=q.dtype, device=device)
     ori_bounds = range_bounds(places, dori.shape[0], 0)
     cmp_bounds = range_bounds(places, dcmp.shape[0], 2) if mode == ALL else ori_bounds

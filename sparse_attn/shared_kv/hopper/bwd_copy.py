@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from sparse_attn.shared_kv.hopper.core import copy_layout_for, load_ranges, tile_keys
+from sparse_attn.shared_kv.hopper.core import copy_heads, copy_layout_for, load_ranges, tile_pointers
 
 BN = gl.constexpr(64)  # keys of a tile
 
@@ -25,61 +25,31 @@ def load_order(i, PARTS):
 
 @gluon.jit
 def task_of(task, row0, count, places, used, N: gl.constexpr, COMPRESSED: gl.constexpr):
-    """Query (counted from row0) and group of heads of a task, its tiles (at least one) and its ranges."""
+    """Query (counted from row0) and group of heads of a task, its tiles (at least one), its ranges (core.py)."""
     GROUPS: gl.constexpr = (N + 63) // 64
     local = count - 1 - task // GROUPS  # long rows first
     ori_begin, ori_count, cmp_begin, cmp_count, slots = load_ranges(places, used, row0 + local, COMPRESSED)
     ori_tiles = gl.cdiv(ori_count, BN)
     num_tiles = gl.maximum(ori_tiles + gl.cdiv(slots, BN), 1)
-    return local, task % GROUPS, num_tiles, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots
+    return local, task % GROUPS, num_tiles, (ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots)
 
 
 @gluon.jit
 def copy_tile(
-    i, ori_kv, cmp_kv, indices, first_slot, zero, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, k_s, k_full, k_empty, phase,
-    D: gl.constexpr, SELECTED: gl.constexpr,
+    i, ori_kv, cmp_kv, indices, first_slot, zero, ranges, k_s, k_full, k_empty, phase, D: gl.constexpr, SELECTED: gl.constexpr
 ):  # fmt: skip
+    """The keys of tile i, part after part as they are given back."""
     PART: gl.constexpr = part_of(D)
     PARTS: gl.constexpr = D // PART
     layout: gl.constexpr = copy_layout_for(PART)
     n = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
-    key, valid = tile_keys(indices, first_slot, i, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, SELECTED, BN)
-    keys = ori_kv if i < ori_tiles else cmp_kv
-    ptrs = keys + key.to(gl.int64)[:, None] * D + d[None, :]
+    ptrs, valid = tile_pointers(ori_kv, cmp_kv, indices, first_slot, i, n, d, ranges, D, SELECTED, BN)
     for j in gl.static_range(PARTS):
         mbarrier.wait(k_empty[load_order(j, PARTS)], phase)
         target = k_s.index(i * zero + load_order(j, PARTS))
-        async_copy.async_copy_global_to_shared(target, ptrs + load_order(j, PARTS) * PART, mask=valid[:, None])
+        async_copy.async_copy_global_to_shared(target, ptrs + load_order(j, PARTS) * PART, mask=valid)
         async_copy.mbarrier_arrive(k_full[load_order(j, PARTS)], increment_count=False)
-
-
-@gluon.jit
-def copy_part(x, row, group, j: gl.constexpr, x_s, full, z, N: gl.constexpr, D: gl.constexpr):
-    """64 heads of a query, one part of the channels; heads past N are zeros."""
-    PART: gl.constexpr = part_of(D)
-    layout: gl.constexpr = copy_layout_for(PART)
-    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
-    ptrs = x + (row.to(gl.int64) * N + group * 64) * D + j * PART + h[:, None] * D + d[None, :]
-    if N % 64 == 0:
-        async_copy.async_copy_global_to_shared(x_s.index(z + j), ptrs)
-    else:
-        async_copy.async_copy_global_to_shared(x_s.index(z + j), ptrs, mask=(group * 64 + h < N)[:, None])
-    async_copy.mbarrier_arrive(full, increment_count=False)
-
-
-@gluon.jit
-def store_part(x, staged, row, group, j: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
-    PART: gl.constexpr = part_of(D)
-    layout: gl.constexpr = copy_layout_for(PART)
-    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
-    ptrs = x + (row.to(gl.int64) * N + group * 64) * D + j * PART + h[:, None] * D + d[None, :]
-    if N % 64 == 0:
-        gl.store(ptrs, staged.load(layout))
-    else:
-        gl.store(ptrs, staged.load(layout), mask=(group * 64 + h < N)[:, None])
 
 
 @gluon.jit
@@ -87,31 +57,25 @@ def producer(
     q, do, ori_kv, cmp_kv, indices, places, used, row0, count, tasks, K, zero, q_s, do_s, k_s, q_full, do_full, q_empty, k_full, k_empty,
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr,
 ):  # fmt: skip
+    """Warpgroup 3: q, dO and the keys of all tasks."""
     SELECTED: gl.constexpr = COMPRESSED == 2
-    PARTS: gl.constexpr = D // part_of(D)
+    PART: gl.constexpr = part_of(D)
+    PARTS: gl.constexpr = D // PART
     phase = 1  # the first wait on an "empty" barrier must pass at once
     q_phase = 1
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        local, group, num_tiles, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots = task_of(
-            task, row0, count, places, used, N, COMPRESSED
-        )
+        local, group, num_tiles, ranges = task_of(task, row0, count, places, used, N, COMPRESSED)
         row = row0 + local
         first_slot = row.to(gl.int64) * K
         # The first keys need not wait for warpgroup 2, which is the last to leave a task
-        copy_tile(
-            0, ori_kv, cmp_kv, indices, first_slot, zero, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, k_s, k_full, k_empty,
-            phase, D, SELECTED,
-        )  # fmt: skip
+        copy_tile(0, ori_kv, cmp_kv, indices, first_slot, zero, ranges, k_s, k_full, k_empty, phase, D, SELECTED)
         phase = phase ^ 1
         z = task * zero
         for j in gl.static_range(PARTS):
             mbarrier.wait(q_empty[j], q_phase)
-            copy_part(do, row, group, j, do_s, do_full[j], z, N, D)
-            copy_part(q, row, group, j, q_s, q_full[j], z, N, D)
+            copy_heads(do, row, group, j * PART, do_s, z + j, do_full[j], N, D, PART)
+            copy_heads(q, row, group, j * PART, q_s, z + j, q_full[j], N, D, PART)
         q_phase = q_phase ^ 1
         for i in range(1, num_tiles):
-            copy_tile(
-                i, ori_kv, cmp_kv, indices, first_slot, zero, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, k_s, k_full,
-                k_empty, phase, D, SELECTED,
-            )  # fmt: skip
+            copy_tile(i, ori_kv, cmp_kv, indices, first_slot, zero, ranges, k_s, k_full, k_empty, phase, D, SELECTED)
             phase = phase ^ 1

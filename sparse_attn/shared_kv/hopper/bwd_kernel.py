@@ -28,6 +28,7 @@ Fences and keys that do not count: as in fwd.py.
 
 Registers: ptxas waits for every single product of the whole kernel as soon as one warpgroup has too few for its own. What warpgroup 2
 has is just enough for one chunk; the barrier between a chunk's stores and the next one's products keeps the two apart.
+tests/test_gluon_code.py sees it in the machine code.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from sparse_attn.shared_kv.hopper.bwd_copy import BN, load_order, part_of, producer, store_part, task_of
-from sparse_attn.shared_kv.hopper.core import copy_layout_for, new_barrier, tile_keys
+from sparse_attn.shared_kv.hopper.bwd_copy import BN, load_order, part_of, producer, task_of
+from sparse_attn.shared_kv.hopper.core import copy_layout_for, head_pointers, new_barrier, store_heads, tile_keys
 
 
 @gluon.jit
@@ -59,10 +60,7 @@ def row_delta(out, do_s, do_full, phase, row, group, z, N: gl.constexpr, D: gl.c
     """delta = sum over D of dO * out, of 64 heads: out is on its way while dO arrives."""
     PART: gl.constexpr = part_of(D)
     layout: gl.constexpr = copy_layout_for(PART)
-    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
-    ptrs = out + (row.to(gl.int64) * N + group * 64) * D + h[:, None] * D + d[None, :]
-    on = (group * 64 + h < N)[:, None]
+    ptrs, on = head_pointers(out, row, group, 0, N, D, PART)
     if D // PART == 4:
         o0 = load_out(ptrs, on, N)
         o2 = load_out(ptrs + 2 * PART, on, N)
@@ -83,6 +81,7 @@ def dq_consumer(
     a_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty,
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr,
 ):  # fmt: skip
+    """Warpgroup X, 0 or 1. a_s holds q or dO, a_full says when; vec [rows, N] is the LSE, which 0 reads, or delta, which 1 writes."""
     PART: gl.constexpr = part_of(D)
     PARTS: gl.constexpr = D // PART
     OWN: gl.constexpr = PARTS // 2
@@ -95,9 +94,7 @@ def dq_consumer(
     phase = 0
     q_phase = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        local, group, num_tiles, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots = task_of(
-            task, row0, count, places, used, N, COMPRESSED
-        )
+        local, group, num_tiles, ranges = task_of(task, row0, count, places, used, N, COMPRESSED)
         row = row0 + local
         first_slot = row.to(gl.int64) * K
         h = group * 64 + gl.arange(0, 64, layout=s_rows)
@@ -112,9 +109,7 @@ def dq_consumer(
         for i in range(num_tiles):
             z = i * zero
             if X == 0:
-                _, valid = tile_keys(
-                    indices, first_slot, i, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED == 2, BN
-                )
+                _, valid = tile_keys(indices, first_slot, i, n, ranges, COMPRESSED == 2, BN)
             s = s_zero
             for j in gl.static_range(PARTS):
                 mbarrier.wait(k_full[load_order(j, PARTS)], phase)
@@ -158,18 +153,18 @@ def dq_consumer(
         # Stage dq in this warpgroup's parts of the last tile and only then give them back: nobody else reads them any more
         z = num_tiles * zero
         k_s.index(z + OWN * X).store(acc0.to(dtype))
-        store_part(dq, k_s.index(z + OWN * X), row, group, OWN * X, N, D)
+        store_heads(dq, k_s.index(z + OWN * X), row, group, OWN * X * PART, N, D, PART)
         mbarrier.arrive(k_empty[OWN * X], count=1)
         if OWN == 2:
             k_s.index(z + 2 * X + 1).store(acc1.to(dtype))
-            store_part(dq, k_s.index(z + 2 * X + 1), row, group, 2 * X + 1, N, D)
+            store_heads(dq, k_s.index(z + 2 * X + 1), row, group, (2 * X + 1) * PART, N, D, PART)
             mbarrier.arrive(k_empty[2 * X + 1], count=1)
         q_phase = q_phase ^ 1
 
 
 @gluon.jit
 def issue_chunk(c: gl.constexpr, z, q_s, do_s, p_t, z_t, v_zero, D: gl.constexpr):
-    # dKV of 64 keys and 64 channels
+    """dKV of a tile's 64 keys in channels 64 c to 64 c + 63; issued and not waited for."""
     part: gl.constexpr = c * 64 // part_of(D)
     start: gl.constexpr = c * 64 % part_of(D)
     v = warpgroup_mma(z_t, q_s.index(z + part).slice(start, 64, dim=1), v_zero, use_acc=False, is_async=True)
@@ -200,6 +195,7 @@ def dkv_consumer(
     p_full, p_empty, z_full, z_empty,
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
+    """Warpgroup 2: additions to dori and dcmp, or rows of them."""
     PARTS: gl.constexpr = D // part_of(D)
     CHUNKS: gl.constexpr = D // 64
     GROUP: gl.constexpr = 8 if PARTIAL else 4
@@ -213,9 +209,7 @@ def dkv_consumer(
     phase = 0
     q_phase = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        local, group, num_tiles, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots = task_of(
-            task, row0, count, places, used, N, COMPRESSED
-        )
+        local, group, num_tiles, ranges = task_of(task, row0, count, places, used, N, COMPRESSED)
         first_slot = (row0 + local).to(gl.int64) * K
         part = group.to(gl.int64) * count + local
         for j in gl.static_range(PARTS):
@@ -223,9 +217,8 @@ def dkv_consumer(
             mbarrier.wait(do_full[j], q_phase)
         for i in range(num_tiles):
             z = i * zero
-            key, valid = tile_keys(
-                indices, first_slot, i, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED == 2, BN
-            )
+            key, valid = tile_keys(indices, first_slot, i, n, ranges, COMPRESSED == 2, BN)
+            ori_tiles = ranges[0]
             target = dori if i < ori_tiles else dcmp
             if PARTIAL:
                 first = part * ori_slots + i * BN if i < ori_tiles else part * cmp_slots + (i - ori_tiles) * BN

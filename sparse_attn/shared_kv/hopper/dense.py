@@ -160,24 +160,25 @@ def wait_step(bars, step, parity):
 
 
 @gluon.jit
+def write_facts(odd: gl.constexpr, facts, told, value, begin, stop, seen, COMPRESSED: gl.constexpr):
+    """Of an even or odd step, and the arrival that says so."""
+    as_row(facts[0][odd]).store(value)
+    as_row(facts[1][odd]).store(begin)
+    as_row(facts[2][odd]).store(stop)
+    if COMPRESSED:
+        as_row(facts[3][odd]).store(seen)
+    mbarrier.arrive(told[odd], count=1)
+
+
+@gluon.jit
 def tell_step(step, facts, told, last, low, cmp_begin, begin, stop, seen, COMPRESSED: gl.constexpr):
     """What the other warpgroups need to know of a step. They would wait for device memory to find it out themselves."""
     i = gl.arange(0, STEP, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     value = gl.where(i == 0, last, gl.where(i == 1, low, cmp_begin))
     if step % 2 == 0:
-        as_row(facts[0][0]).store(value)
-        as_row(facts[1][0]).store(begin)
-        as_row(facts[2][0]).store(stop)
-        if COMPRESSED:
-            as_row(facts[3][0]).store(seen)
-        mbarrier.arrive(told[0], count=1)
+        write_facts(0, facts, told, value, begin, stop, seen, COMPRESSED)
     else:
-        as_row(facts[0][1]).store(value)
-        as_row(facts[1][1]).store(begin)
-        as_row(facts[2][1]).store(stop)
-        if COMPRESSED:
-            as_row(facts[3][1]).store(seen)
-        mbarrier.arrive(told[1], count=1)
+        write_facts(1, facts, told, value, begin, stop, seen, COMPRESSED)
 
 
 @gluon.jit

@@ -23,9 +23,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kernel_runtime.device import device_properties
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.hopper.core import copy_layout_for
+from sparse_attn.shared_kv.hopper.core import copy_layout_for, programs
 from sparse_attn.shared_kv.hopper.dense import (
     CHUNK,
     ENTRIES_MAX,
@@ -79,6 +78,7 @@ def scores_done(sa, sb, se, LEFT: gl.constexpr, ENTRIES: gl.constexpr):
 
 @gluon.jit
 def output_chunk(c: gl.constexpr, g, pa, pb, pe, o_zero, z, ring_a, ring_b, entry_s, ENTRIES: gl.constexpr):
+    """P V of chunk 4 g + c of the channels; issued and not waited for."""
     at = g * 4 + c + z
     o = warpgroup_mma(pa, ring_a.index(at), o_zero, use_acc=False, is_async=True)
     o = warpgroup_mma(pb, ring_b.index(at), o, is_async=True)
@@ -205,6 +205,7 @@ def consumer(
     X: gl.constexpr, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged, facts, told, k_full,
     k_empty, sink_s, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
+    """Consumer X: every second tile of the program's steps."""
     query, last_query = queries_of_program(rows)
     tiles_before = 0
     turn = 0
@@ -298,5 +299,4 @@ def dense_forward(
     # a tensor that the mode does not read is stood in for by another of its type
     cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
     sinks = lse if sinks is None else sinks.contiguous()
-    grid = (min(triton.cdiv(rows, UNIT.value), device_properties(q.device).cube_cores),)
-    spec.launch(grid, q, ori_kv, cmp_kv, sinks, places, out, lse, rows, 0, scale)
+    spec.launch((programs(triton.cdiv(rows, UNIT.value), q.device),), q, ori_kv, cmp_kv, sinks, places, out, lse, rows, 0, scale)

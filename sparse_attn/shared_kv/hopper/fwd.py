@@ -38,50 +38,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kernel_runtime.device import device_properties
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.fwd import ALL, SELECTED, mode_of
-from sparse_attn.shared_kv.hopper.core import HEADS, copy_layout_for, load_ranges, new_barrier, tile_keys, used_of
+from sparse_attn.shared_kv.hopper.core import (
+    HEADS,
+    copy_heads,
+    copy_layout_for,
+    load_ranges,
+    new_barrier,
+    programs,
+    store_heads,
+    tile_keys,
+    tile_pointers,
+)
 from sparse_attn.shared_kv.hopper.dense import dense_supports
 from sparse_attn.shared_kv.places import places_of
+from sparse_attn.shared_kv.used import used_of
 
 BN = 64  # keys of a tile
 
 
 @gluon.jit
-def copy_heads(x, row, group, x_s, x_full, z, N: gl.constexpr, D: gl.constexpr):
-    """64 heads of a query into two half tiles; heads past N are zeros."""
-    DH: gl.constexpr = D // 2
-    layout: gl.constexpr = copy_layout_for(DH)
-    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
-    ptrs = x + (row.to(gl.int64) * N + group * 64) * D + h[:, None] * D + d[None, :]
-    on = group * 64 + h < N
-    for half in gl.static_range(2):
-        if N % 64 == 0:
-            async_copy.async_copy_global_to_shared(x_s.index(z + half), ptrs + half * DH)
-        else:
-            async_copy.async_copy_global_to_shared(x_s.index(z + half), ptrs + half * DH, mask=on[:, None])
-        async_copy.mbarrier_arrive(x_full[half], increment_count=False)
-
-
-@gluon.jit
-def store_heads(x, staged, row, group, half: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
-    """A staged half tile to device memory, as whole rows."""
-    DH: gl.constexpr = D // 2
-    layout: gl.constexpr = copy_layout_for(DH)
-    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
-    ptrs = x + (row.to(gl.int64) * N + group * 64) * D + half * DH + h[:, None] * D + d[None, :]
-    if N % 64 == 0:
-        gl.store(ptrs, staged.load(layout))
-    else:
-        gl.store(ptrs, staged.load(layout), mask=(group * 64 + h < N)[:, None])
-
-
-@gluon.jit
 def task_of(task, rows, places, used, N: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr):
-    """Row and group of heads of a task, its pairs of tiles (at least one, so that every task fills and frees q) and its ranges."""
+    """Row and group of heads of a task, its pairs of tiles (at least one, so that every task fills and frees q), its ranges (core.py)."""
     GROUPS: gl.constexpr = (N + 63) // 64
     row = rows - 1 - task // GROUPS  # the last queries see most: started first, the grid ends together
     ori_begin, ori_count, cmp_begin, cmp_count, slots = load_ranges(places, used, row, COMPRESSED)
@@ -89,7 +68,7 @@ def task_of(task, rows, places, used, N: gl.constexpr, COMPRESSED: gl.constexpr,
         ori_count = 0
     ori_tiles = gl.cdiv(ori_count, BN)
     num_pairs = gl.maximum(gl.cdiv(ori_tiles + gl.cdiv(slots, BN), 2), 1)
-    return row, task % GROUPS, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots
+    return row, task % GROUPS, num_pairs, (ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots)
 
 
 @gluon.jit
@@ -105,26 +84,33 @@ def gather_tasks(
     empty_phase = 1  # the first wait on an "empty" barrier must pass at once
     q_phase = 1
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        row, group, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots = task_of(
-            task, rows, places, used, N, COMPRESSED, WINDOW, BN
-        )
+        row, group, num_pairs, ranges = task_of(task, rows, places, used, N, COMPRESSED, WINDOW, BN)
         first_slot = row.to(gl.int64) * K
         mbarrier.wait(q_empty, q_phase)
-        copy_heads(q, row, group, q_s, q_full, zero, N, D)
+        for half in gl.static_range(2):
+            copy_heads(q, row, group, half * DH, q_s, zero + half, q_full[half], N, D, DH)
         for i in range(num_pairs):
             z = i * zero
             for tile in gl.static_range(2):
-                key, valid = tile_keys(
-                    indices, first_slot, 2 * i + tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED == 2, BN
-                )
-                keys = ori_kv if 2 * i + tile < ori_tiles else cmp_kv
-                ptrs = keys + key.to(gl.int64)[:, None] * D + d[None, :]
+                ptrs, valid = tile_pointers(ori_kv, cmp_kv, indices, first_slot, 2 * i + tile, n, d, ranges, D, COMPRESSED == 2, BN)
                 for half in gl.static_range(2):
                     mbarrier.wait(k_empty[2 * tile + half], empty_phase)
-                    async_copy.async_copy_global_to_shared(k_s.index(z + 2 * tile + half), ptrs + half * DH, mask=valid[:, None])
+                    async_copy.async_copy_global_to_shared(k_s.index(z + 2 * tile + half), ptrs + half * DH, mask=valid)
                     async_copy.mbarrier_arrive(k_full[2 * tile + half], increment_count=False)
             empty_phase = empty_phase ^ 1
         q_phase = q_phase ^ 1
+
+
+@gluon.jit
+def scores(X: gl.constexpr, z, q_s, k_s, k_full, phase, s_zero):
+    """S = q K^T of the even (X = 0) or odd tile of a pair, D half by D half as they arrive."""
+    mbarrier.wait(k_full[2 * X], phase)
+    fence_async_shared()
+    s = warpgroup_mma(q_s.index(z), k_s.index(z + 2 * X).permute((1, 0)), s_zero, use_acc=False, is_async=True)
+    mbarrier.wait(k_full[2 * X + 1], phase)
+    fence_async_shared()
+    s = warpgroup_mma(q_s.index(z + 1), k_s.index(z + 2 * X + 1).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit
@@ -162,6 +148,7 @@ def consumer(
     q_full, q_empty, k_full, k_empty, p_full, p_empty, sum_full,
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, SINKS: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
+    """Warpgroup X: S of the even (0) or odd (1) tiles, half X of D of the output."""
     DH: gl.constexpr = D // 2
     dtype: gl.constexpr = out.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -173,9 +160,7 @@ def consumer(
     phase = 0
     q_phase = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        row, group, num_pairs, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots = task_of(
-            task, rows, places, used, N, COMPRESSED, True, BN
-        )
+        row, group, num_pairs, ranges = task_of(task, rows, places, used, N, COMPRESSED, True, BN)
         first_slot = row.to(gl.int64) * K
         # A finite start: a tile with no key that counts leaves it, and exp2(-inf - m) is 0 and not NaN
         m = gl.full([64], -1.0e30, gl.float32, layout=s_rows)
@@ -188,14 +173,8 @@ def consumer(
             # out of the loop and spills them.
             z = i * zero
             last = i + 1 == num_pairs
-            _, valid = tile_keys(indices, first_slot, 2 * i + X, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED == 2, BN)
-            mbarrier.wait(k_full[2 * X], phase)
-            fence_async_shared()
-            s = warpgroup_mma(q_s.index(z), k_s.index(z + 2 * X).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-            mbarrier.wait(k_full[2 * X + 1], phase)
-            fence_async_shared()
-            s = warpgroup_mma(q_s.index(z + 1), k_s.index(z + 2 * X + 1).permute((1, 0)), s, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[s])
+            _, valid = tile_keys(indices, first_slot, 2 * i + X, n, ranges, COMPRESSED == 2, BN)
+            s = scores(X, z, q_s, k_s, k_full, phase, s_zero)
             if last:
                 mbarrier.arrive(q_empty, count=1)
             s = gl.where(valid[None, :], s * scale2, float("-inf"))
@@ -266,7 +245,7 @@ def consumer(
         # the half be filled again; the other warpgroup has read it for its S alone, which is long done.
         staged = k_s.index(num_pairs * zero + 2 + X)
         staged.store((acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype))
-        store_heads(out, staged, row, group, X, N, D)
+        store_heads(out, staged, row, group, X * DH, N, D, DH)
         mbarrier.arrive(k_empty[2 + X], count=1)
         q_phase = q_phase ^ 1
 
@@ -361,8 +340,7 @@ def attention_fwd(
     spec = forward_spec(q.dtype, N, D, mode, sinks is not None)
     sinks = lse if sinks is None else sinks.contiguous()
     tasks = rows * triton.cdiv(N, HEADS)
-    grid = (min(tasks, device_properties(q.device).cube_cores),)
-    spec.launch(grid, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, tasks, K, 0, scale)
+    spec.launch((programs(tasks, q.device),), q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, tasks, K, 0, scale)
     if return_cmp_probs and mode == SELECTED:  # otherwise there is no entry that a slot could hold
         from sparse_attn.shared_kv.hopper.probs import slot_probs
 

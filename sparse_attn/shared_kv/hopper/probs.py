@@ -12,12 +12,11 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernel_runtime.device import device_properties
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.hopper.core import HEADS, load_ranges, new_barrier, tile_keys
-from sparse_attn.shared_kv.hopper.fwd import BN, gather_tasks
+from sparse_attn.shared_kv.hopper.core import HEADS, load_ranges, new_barrier, programs, tile_keys
+from sparse_attn.shared_kv.hopper.fwd import BN, gather_tasks, scores
 
 
 @gluon.jit
@@ -34,6 +33,7 @@ def consumer(
     X: gl.constexpr, lse, probs, indices, places, used, rows, tasks, K, zero, scale2, q_s, k_s, q_full, q_empty, k_full, k_empty,
     N: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
+    """Warpgroup X: the even (0) or odd (1) tiles."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     n = gl.arange(0, BN, layout=gl.SliceLayout(0, s_layout))
@@ -51,14 +51,8 @@ def consumer(
         mbarrier.wait(q_full[1], q_phase)
         for i in range(num_pairs):
             z = i * zero
-            _, valid = tile_keys(indices, first_slot, 2 * i + X, n, 0, 0, 0, cmp_begin, cmp_count, slots, True, BN)
-            mbarrier.wait(k_full[2 * X], phase)
-            fence_async_shared()
-            s = warpgroup_mma(q_s.index(z), k_s.index(z + 2 * X).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-            mbarrier.wait(k_full[2 * X + 1], phase)
-            fence_async_shared()
-            s = warpgroup_mma(q_s.index(z + 1), k_s.index(z + 2 * X + 1).permute((1, 0)), s, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[s])
+            _, valid = tile_keys(indices, first_slot, 2 * i + X, n, (0, 0, 0, cmp_begin, cmp_count, slots), True, BN)
+            s = scores(X, z, q_s, k_s, k_full, phase, s_zero)
             mbarrier.arrive(k_empty[2 * X], count=1)
             mbarrier.arrive(k_empty[2 * X + 1], count=1)
             if i + 1 == num_pairs:
@@ -120,6 +114,5 @@ def slot_probs(
     K, rows, groups = indices.shape[-1], places.shape[0], triton.cdiv(N, HEADS)
     probs = torch.zeros((groups, *indices.shape), dtype=torch.float32, device=q.device)
     tasks = rows * groups
-    grid = (min(tasks, device_properties(q.device).cube_cores),)
-    probs_spec(q.dtype, N, D).launch(grid, q, cmp_kv, indices, places, used, lse, probs, rows, tasks, K, 0, scale)
+    probs_spec(q.dtype, N, D).launch((programs(tasks, q.device),), q, cmp_kv, indices, places, used, lse, probs, rows, tasks, K, 0, scale)
     return probs[0] if groups == 1 else probs.sum(0)
