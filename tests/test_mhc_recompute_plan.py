@@ -96,3 +96,6 @@ def test_plan_refuses():
             plan(**{"num_layers": 10, "hc_mult": 4, "hidden": 64, "tokens": 8, "itemsize": 2, **bad})
     with pytest.raises(TypeError, match="plan: hidden"):
         plan(10, 4, 64.0, 8, 2)
+    for bad in (3, "3", iter((3,))):
+        with pytest.raises(TypeError, match="plan: boundaries must be a sequence of ints, got"):
+            plan(10, 4, 64, 8, 2, bad)

@@ -88,6 +88,8 @@ def plan(
     check_streams(op, "hc_mult", hc_mult)
     if layers_per_block is not None:
         check_int(op, "layers_per_block", layers_per_block, minimum=1)
+    if isinstance(boundaries, str) or not isinstance(boundaries, Sequence):
+        raise TypeError(f"{op}: boundaries must be a sequence of ints, got {type(boundaries).__name__}")
     edges = [0, *boundaries, num_layers]
     for edge in boundaries:
         check_int(op, "boundaries", edge, minimum=1)
