@@ -7,6 +7,7 @@ import torch
 
 from reference.cases.sparse_attn import AttentionCase, attention_inputs
 from reference.sparse_attn import sparse_attn_shared_kv as reference_attention
+from sparse_attn.shared_kv import hopper
 from sparse_attn.shared_kv.hopper import HEAD_DIMS, hopper_supports
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -371,6 +372,8 @@ def test_other_head_dims_are_left_to_the_plain_kernels(D):
     assert f"D = {D}" in hopper_supports(torch.empty(1, 4, 8, D, device="cuda", dtype=BF16))
 
 
-def test_what_is_not_supported_says_why():
+def test_what_is_not_supported_says_why(monkeypatch):
     assert hopper_supports(torch.empty(1, 4, 8, 512, dtype=BF16)) == "the tensors are on cpu"
     assert 512 in HEAD_DIMS
+    monkeypatch.setattr(hopper, "triton_installed", lambda: False)
+    assert hopper._device_reason.__wrapped__(0) == "triton is not installed"

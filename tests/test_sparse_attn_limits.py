@@ -40,3 +40,15 @@ def test_offsets_of_no_document(kernel_device, monkeypatch):
         change=lambda inputs: {**inputs, "cu_seqlens_q": cuts, "q_offset": cuts[:0]},
     )  # fmt: skip
     assert (got["out"] == 0).all()
+
+
+def test_chunks_of_queries_fill_the_device(monkeypatch):
+    """All rows where the memory allows, else whole waves of programs, at least one query."""
+    from types import SimpleNamespace
+
+    from sparse_attn.shared_kv import bwd
+
+    monkeypatch.setattr(bwd, "device_properties", lambda device: SimpleNamespace(cube_cores=132))
+    for rows, affordable, chunk in ((140, 141, 140), (141, 141, 141), (142, 141, 132), (5000, 1000, 924), (5000, 100, 100), (7, 1 << 40, 7)):
+        assert bwd.chunk_of(rows, bwd.CHUNK_BYTES // affordable, torch.device("cpu")) == chunk
+    assert bwd.chunk_of(7, 2 * bwd.CHUNK_BYTES, torch.device("cpu")) == 1

@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+from kernel_runtime.impl import triton_installed
+
 HEAD_DIMS = (128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
 TRITON_VERSIONS = ("3.6",)  # Gluon is experimental: it has changed between releases
@@ -13,6 +15,8 @@ TRITON_VERSIONS = ("3.6",)  # Gluon is experimental: it has changed between rele
 
 @cache
 def _device_reason(index: int) -> str | None:
+    if not triton_installed():
+        return "triton is not installed"
     import triton
 
     version = triton.__version__
