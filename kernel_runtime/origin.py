@@ -1,7 +1,7 @@
 """Where the entries of a cache folder come from, and so why a kernel that seems to be there is not found. Imports Triton.
 
 A key is one hash of many things, so two keys that differ say nothing. Beside each entry that warmup fills stands what went into its key;
-of an entry that Triton wrote at a launch, its own metadata tell the version and the target.
+of others, such as Triton writes at a launch, Triton's own metadata tell the version and the target.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ PARTS = {
     "environment": "under other settings of Triton: {0} (these are {1})",
     "source": "from other kernel sources, which is another version of this library",
 }
+
+UNNOTED = "at a launch or by an earlier version of this library, which note nothing of sources, assembler and settings"
 
 
 def explain_key(target: Any) -> dict[str, str]:
@@ -92,7 +94,7 @@ def why_missing(specs: Iterable[Any], target: Any, folder: Path) -> list[str]:
         difference = _difference(found, {**here, "source": missing[name][0].kernel.cache_key[:16]})
         nearest[name] = max(difference, nearest.get(name, difference))
     counts = Counter(text for name, (_, text) in nearest.items() for _ in missing[name] if text)
-    return [f"{count} of the missing kernels are in {folder} as they were compiled {text}" for text, count in counts.most_common()]
+    return [f"{count} of the missing kernels are in {folder}, but compiled {text}" for text, count in counts.most_common()]
 
 
 def _difference(found: Mapping[str, str], here: Mapping[str, str]) -> tuple[int, str]:
@@ -101,5 +103,5 @@ def _difference(found: Mapping[str, str], here: Mapping[str, str]) -> tuple[int,
         if part in found and found[part] != here[part]:
             return nearness, text.format(found[part], here[part])
     if "source" not in found:
-        return list(PARTS).index("target") + 1, "by Triton itself, at a launch; of sources, sizes, assembler and settings it notes nothing"
+        return list(PARTS).index("target") + 1, UNNOTED
     return len(PARTS), ""
