@@ -14,6 +14,13 @@ pytest_plugins = ["tests.direct_tools"]  # fixtures of two test files
 pytest.register_assert_rewrite("tests.kl_util", "tests.recompute_util", "tests.op_checks", "tests.trainer_util", "tests.mhc_reference")
 
 
+def pytest_configure() -> None:
+    if interpreting():
+        from tests.quick_interpreter import install
+
+        install()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -66,8 +66,8 @@ def test_outputs_nobody_uses(kernel_device, monkeypatch):
     poison_empty(monkeypatch)
     inputs = inputs_of(4, 5, 2.0, kernel_device)
     for position in range(3):
-        _, want = gradients(lambda *t, p=position: reference.hc_gates(*t)[p], inputs)
-        _, got = gradients(lambda *t, p=position: hc_gates(*t, impl="triton")[p], inputs)
+        _, want = gradients(lambda *t, p=position: reference.hc_gates(*t, iters=4)[p], inputs)
+        _, got = gradients(lambda *t, p=position: hc_gates(*t, iters=4, impl="triton")[p], inputs)
         for g, w in zip(got, want):
             assert relative_error(g, w) <= 5e-6
 
@@ -75,10 +75,10 @@ def test_outputs_nobody_uses(kernel_device, monkeypatch):
 def test_strides_and_empty(kernel_device, monkeypatch):
     poison_empty(monkeypatch)
     inputs = inputs_of(4, 5, 2.0, kernel_device)
-    want = flat(gradients(lambda *t: hc_gates(*t, impl="triton"), inputs))
+    want = flat(gradients(lambda *t: hc_gates(*t, iters=2, impl="triton"), inputs))
     for position, t in enumerate(inputs):
         for variant in strided_variants(t):
-            got = flat(gradients(lambda *a: hc_gates(*a, impl="triton"), [*inputs[:position], variant, *inputs[position + 1 :]]))
+            got = flat(gradients(lambda *a: hc_gates(*a, iters=2, impl="triton"), [*inputs[:position], variant, *inputs[position + 1 :]]))
             assert all(torch.equal(g, w) for g, w in zip(got, want))
     mixes, scale, base = inputs
     outputs, grads = gradients(lambda *t: hc_gates(*t, impl="triton"), [mixes[:, :0], scale, base])
