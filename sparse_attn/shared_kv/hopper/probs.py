@@ -25,7 +25,7 @@ def slots_of(task, rows, places, used, N: gl.constexpr, BN: gl.constexpr):
     GROUPS: gl.constexpr = (N + 63) // 64
     row = rows - 1 - task // GROUPS
     _, _, cmp_begin, cmp_count, slots = load_ranges(places, used, row, 2)
-    return row, task % GROUPS, gl.maximum(gl.cdiv(slots, 2 * BN), 1), cmp_begin, cmp_count, slots
+    return row, task % GROUPS, gl.maximum(gl.cdiv(slots, 2 * BN), 1), (0, 0, 0, cmp_begin, cmp_count, slots)
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def consumer(
     phase = 0
     q_phase = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        row, group, num_pairs, cmp_begin, cmp_count, slots = slots_of(task, rows, places, used, N, BN)
+        row, group, num_pairs, ranges = slots_of(task, rows, places, used, N, BN)
         first_slot = row.to(gl.int64) * K
         target = probs + (group.to(gl.int64) * rows + row) * K
         h = group * 64 + gl.arange(0, 64, layout=s_rows)
@@ -51,7 +51,7 @@ def consumer(
         mbarrier.wait(q_full[1], q_phase)
         for i in range(num_pairs):
             z = i * zero
-            _, valid = tile_keys(indices, first_slot, 2 * i + X, n, (0, 0, 0, cmp_begin, cmp_count, slots), True, BN)
+            _, valid = tile_keys(indices, first_slot, 2 * i + X, n, ranges, True, BN)
             s = scores(X, z, q_s, k_s, k_full, phase, s_zero)
             mbarrier.arrive(k_empty[2 * X], count=1)
             mbarrier.arrive(k_empty[2 * X + 1], count=1)
@@ -59,7 +59,7 @@ def consumer(
                 mbarrier.arrive(q_empty, count=1)
             p = gl.where(valid[None, :], gl.exp2(s * scale2 - lse2[:, None]), 0.0)
             slot = (2 * i + X) * BN + n
-            gl.store(target + slot, gl.sum(p, 0) * (1.0 / N), mask=slot < slots)
+            gl.store(target + slot, gl.sum(p, 0) * (1.0 / N), mask=slot < ranges[5])
             phase = phase ^ 1
         q_phase = q_phase ^ 1
 
