@@ -67,6 +67,25 @@ def test_kept_tensor_written_in_place_is_an_error():
         out.sum().backward()
 
 
+def test_boundary_that_fails_leaves_the_region_watchful(monkeypatch):
+    """Out of memory in the boundary, say, and caught: what is saved afterwards is still looked after."""
+    from mhc_ops.boundary import api
+
+    site = mhc_ops.HyperConnection(HIDDEN, N)
+    x = torch.randn(2, 3, N, HIDDEN).requires_grad_()
+    with hc_recompute():
+        _, y, post, comb = site(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "apply_function", lambda *_: torch.empty(0).reshape(3))
+            with pytest.raises(RuntimeError, match="shape"):
+                site(x, (y, post, comb))
+        f = torch.tanh(y)
+        out = hc_post(f, x, post, comb)
+        f.detach().add_(1)
+    with pytest.raises(RuntimeError, match=r"hc_recompute: a tensor \[2, 3, 40\] .* modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_memory_that_is_used_again_is_not_mistaken():
     """Temporaries of the size of y die in the region, and others get their memory."""
     site = mhc_ops.HyperConnection(HIDDEN, N)

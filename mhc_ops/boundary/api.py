@@ -52,13 +52,13 @@ def hc_post_pre(
                 convention=convention, pre_mix=pre_mix, return_pre=return_pre,
             )  # fmt: skip
         options = (iters, float(hc_eps), float(norm_eps), convention, how)
-    if (recorder := recording()) is not None:
-        recorder.defer()  # the op saves its own streams
-    streams, y, pre, post_out, comb_out = apply_function(PostPre, *tensors, *options)
-    if recorder is not None:
-        recorder.post(streams, f, x, post, comb, options[4])
-        recorder.pre(y, pre if pre_mix is None else pre_mix, streams, options[4])
-        recorder.flush()
+    if (recorder := recording()) is None:
+        streams, y, pre, post_out, comb_out = apply_function(PostPre, *tensors, *options)
+    else:
+        with recorder.deferred():  # the op saves its own streams
+            streams, y, pre, post_out, comb_out = apply_function(PostPre, *tensors, *options)
+            recorder.post(streams, f, x, post, comb, options[4])
+            recorder.pre(y, pre if pre_mix is None else pre_mix, streams, options[4])
     if return_pre is None:
         return_pre = pre_mix is not None
     return (streams, y, post_out, comb_out, pre) if return_pre else (streams, y, post_out, comb_out)

@@ -42,7 +42,6 @@ def hc_recompute() -> Iterator[None]:
     try:
         with torch.autograd.graph.saved_tensors_hooks(*recorder.hooks):
             yield
-            recorder.flush()
     finally:
         set_recording(outer)
         recorder.close()

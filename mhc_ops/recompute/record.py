@@ -14,7 +14,8 @@ kept tensors: the streams that enter the region, the outputs of the sublayers, t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -152,15 +153,17 @@ class Recorder:
             value.kept = _versioned(tensor.detach())
         value.tensor = None
 
-    def defer(self) -> None:
-        """Until the next note nothing is decided: an op saves its own output before anyone can say how it is made."""
-        self.pending = [] if self.pending is None else self.pending
-
-    def flush(self) -> None:
-        pending, self.pending = self.pending or [], None
-        for value, tensor in pending:
-            if value.make is None:
-                self._keep(value, tensor)
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Until its end nothing is decided: an op saves its own output before anyone can say how it is made."""
+        self.pending = []
+        try:
+            yield
+        finally:
+            pending, self.pending = self.pending, None
+            for value, tensor in pending:
+                if value.make is None:
+                    self._keep(value, tensor)
 
     def post(self, streams: Tensor, f: Tensor, x: Tensor, post: Tensor, comb: Tensor, how: str) -> None:
         """Note that hc_post or hc_post_pre made `streams` from the rest."""
