@@ -102,6 +102,16 @@ def gather_tasks(
 
 
 @gluon.jit
+def new_copy_barriers():
+    """q_full, q_empty, k_full, k_empty between gather_tasks and its two consumers."""
+    q_full = (new_barrier(128), new_barrier(128))
+    q_empty = new_barrier(2)
+    k_full = (new_barrier(128), new_barrier(128), new_barrier(128), new_barrier(128))
+    k_empty = (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1))
+    return q_full, q_empty, k_full, k_empty
+
+
+@gluon.jit
 def scores(X: gl.constexpr, z, q_s, k_s, k_full, phase, s_zero):
     """S = q K^T of the even (X = 0) or odd tile of a pair, D half by D half as they arrive."""
     mbarrier.wait(k_full[2 * X], phase)
@@ -267,10 +277,7 @@ def hopper_fwd_kernel(
     p_s = (gl.allocate_shared_memory(dtype, [64, BN], p_layout), gl.allocate_shared_memory(dtype, [64, BN], p_layout))
     max_s = (gl.allocate_shared_memory(gl.float32, [64], row_layout), gl.allocate_shared_memory(gl.float32, [64], row_layout))
     sum_s = (gl.allocate_shared_memory(gl.float32, [64], row_layout), gl.allocate_shared_memory(gl.float32, [64], row_layout))
-    q_full = (new_barrier(128), new_barrier(128))
-    q_empty = new_barrier(2)
-    k_full = (new_barrier(128), new_barrier(128), new_barrier(128), new_barrier(128))
-    k_empty = (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1))
+    q_full, q_empty, k_full, k_empty = new_copy_barriers()
     p_full = (new_barrier(1), new_barrier(1))
     p_empty = (new_barrier(1), new_barrier(1))
     sum_full = (new_barrier(1), new_barrier(1))

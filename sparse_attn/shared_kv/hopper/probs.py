@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.hopper.core import HEADS, load_ranges, new_barrier, programs, tile_keys
-from sparse_attn.shared_kv.hopper.fwd import BN, gather_tasks, scores
+from sparse_attn.shared_kv.hopper.core import HEADS, load_ranges, programs, tile_keys
+from sparse_attn.shared_kv.hopper.fwd import BN, gather_tasks, new_copy_barriers, scores
 
 
 @gluon.jit
@@ -76,10 +76,7 @@ def hopper_probs_kernel(
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DH], dtype)
     q_s = gl.allocate_shared_memory(dtype, [2, 64, DH], q_layout)
     k_s = gl.allocate_shared_memory(dtype, [4, BN, DH], k_layout)
-    q_full = (new_barrier(128), new_barrier(128))
-    q_empty = new_barrier(2)
-    k_full = (new_barrier(128), new_barrier(128), new_barrier(128), new_barrier(128))
-    k_empty = (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1))
+    q_full, q_empty, k_full, k_empty = new_copy_barriers()
     gl.warp_specialize(
         [
             (consumer, (
