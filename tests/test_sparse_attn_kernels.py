@@ -4,6 +4,7 @@ On `kernel_device`: Triton's interpreter on the CPU, or a GPU.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -192,6 +193,29 @@ def test_no_document_at_all(kernel_device, monkeypatch):
 
         got = check(AttentionCase("", mode, docs_q=(9,)), kernel_device, torch.float32, change=cut)
         assert (got["out"] == 0).all()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["BSND", "TND"])
+def test_places_of_queries_far_before_their_keys(kernel_device, packed):
+    """Ranges as a loop finds them, empty and not negative for positions below -cmp_ratio; none goes back from one query to the next."""
+    from sparse_attn.shared_kv.places import places_of
+
+    lengths, offsets, window, ratio = (6, 9, 5), (0, -9, -4), 3, 2
+    rows, keys = (sum(lengths), sum(lengths)) if packed else (3 * 9, 3 * 7)
+    cuts = {n: torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device=kernel_device)
+            for n, x in (("ori", lengths), ("cmp", [n // ratio for n in lengths]))}  # fmt: skip
+    shapes = ((rows,), (keys,), (keys // ratio,)) if packed else ((3, 9), (3, 7), (3, 3))
+    q, ori, cmp = (torch.zeros(*shape, *tail, device=kernel_device) for shape, tail in zip(shapes, ((2, 16), (16,), (16,))))
+    cu = (cuts["ori"], cuts["ori"], cuts["cmp"]) if packed else (None, None, None)
+    got = places_of(q, ori, cmp, *cu, torch.tensor(offsets, dtype=torch.int32, device=kernel_device), None, ratio, window).tolist()
+    want, first, entry = [], 0, 0
+    for length, offset in zip(lengths if packed else (7, 7, 7), offsets):
+        for t in range(offset, offset + (length if packed else 9)):
+            low, high = (min(max(x, 0), length) for x in (t - window + 1, t + 1))
+            want.append([first + low, first + high, entry, entry + min(max(t + 1, 0) // ratio, length // ratio)])
+        first, entry = first + length, entry + length // ratio
+    assert got == want
+    assert all(a <= b for one, two in pairwise(got) for a, b in zip(one, two))
 
 
 @MODES

@@ -137,9 +137,9 @@ def test_ratio_0_without_compressed_entries_compresses_nothing():
 
 def test_triton_is_refused_where_it_cannot_run():
     wide = attention_inputs(ATTENTION["scfa"], dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"sparse_attn_shared_kv: impl='triton' cannot run here"):
+    with pytest.raises(ValueError, match=r"sparse_attn_shared_kv: impl='triton' cannot run here: kernels take bf16, fp16 and fp32"):
         sparse_attn_shared_kv(**wide, impl="triton")
-    with pytest.raises(ValueError, match=r"compress_kv: impl='triton' cannot run here"):
+    with pytest.raises(ValueError, match=r"compress_kv: impl='triton' cannot run here: kernels take bf16, fp16 and fp32"):
         compress_kv(**compress_inputs(COMPRESS["plain"], dtype=torch.float64), impl="triton")
 
 
