@@ -29,6 +29,10 @@ from kernel_runtime.impl import triton_installed
 MAX_REPLAYS = 256  # of one op; more are not recorded, so that memory and the time of recording have a limit
 MAX_GUARDS = 8  # of one shape: leaves and results, tensors with and without gradients
 ATTEMPTS = 2 * MAX_GUARDS  # calls of a shape, one after the other, that are watched while none can be repeated; then one of ever more
+# A replay allocates at once what its launcher may have used one after the other, and so does the call that is recorded. Neither is worth memory:
+# on so large tensors the device takes longer than the host
+MAX_BYTES = 1 << 30  # of the tensors of a call that is recorded
+MAX_SCRATCH = 256 << 20  # bytes, where it is more than one piece
 ALLOCATIONS = frozenset(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
@@ -187,6 +191,9 @@ def _replay(inputs: list[torch.Tensor], made: list[torch.Tensor], launches: list
         if not 0 <= found < len(made) or (out.shape, out.stride(), out.dtype) != (made[found].shape, made[found].stride(), made[found].dtype):
             raise _NotRepeatable("a result is an argument, or a part of what was allocated")
         results.append(found)
+    scratch = [t.untyped_storage().nbytes() for i, t in enumerate(made) if i not in results]
+    if len(scratch) > 1 and sum(scratch) > MAX_SCRATCH:
+        raise _NotRepeatable(f"it has {len(scratch)} pieces of scratch of more than {MAX_SCRATCH >> 20} MiB together")
     now, *others = {launch.settings(spec.kernel) for spec, _, _ in launches}
     starts: list[Start] = []
     kernels: dict[int, tuple[Any, Any]] = {}
@@ -241,6 +248,9 @@ class Replays:
         """`launcher(*arguments)`, recorded where these arguments have been seen; the last one is the choice of this launcher"""
         key, tensors = _key(arguments[: self.tensors], arguments[self.tensors :])
         if not self._wanted(key):
+            return launcher(*arguments[:-1])
+        if sum([t.nbytes for t in tensors]) > MAX_BYTES:
+            self.refused[key] = f"its tensors take more than {MAX_BYTES >> 20} MiB"
             return launcher(*arguments[:-1])
         result, replay = record(launcher, arguments[:-1])
         with self.lock:

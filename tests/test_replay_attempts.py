@@ -81,6 +81,31 @@ def test_attempts_become_rare(driver, monkeypatch):
     assert replays.summary() == "0 replays of 0 shapes; 1 shapes not replayed: why"
 
 
+def test_memory_is_not_held_for_the_sake_of_a_replay(driver, monkeypatch):
+    """Pieces of scratch that a launcher may use one after the other would be there all at once; large tensors are not recorded at all."""
+    from mhc_ops.post.fwd import post_fwd
+
+    made, arguments = Calls(driver, monkeypatch), (*boundary_arguments(5, False)[0][:4], "triton")
+    size = sum(t.nbytes for t in arguments[:4])
+
+    def launcher(pieces):
+        return lambda *a: (post_fwd(*a), [torch.empty(1000) for _ in range(pieces)])[:1]
+
+    def summary(pieces):
+        replays = replay.Replays(4)
+        for _ in range(3):
+            made(replays, launcher(pieces), arguments)
+        return replays.summary()
+
+    monkeypatch.setattr(replay, "MAX_SCRATCH", 1 << 20)
+    monkeypatch.setattr(replay, "MAX_BYTES", size)
+    assert summary(1) == summary(3) == "1 replays of 1 shapes"
+    monkeypatch.setattr(replay, "MAX_SCRATCH", 7999)
+    assert summary(1) == "1 replays of 1 shapes" and "it has 2 pieces of scratch of more than 0 MiB" in summary(2)
+    monkeypatch.setattr(replay, "MAX_BYTES", size - 1)
+    assert summary(1) == "0 replays of 0 shapes; 1 shapes not replayed: its tensors take more than 0 MiB"
+
+
 def test_report(replayed):
     import mhc_ops
 
