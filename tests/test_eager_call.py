@@ -161,3 +161,14 @@ def test_the_memory_of_checks_is_bounded(monkeypatch):
         check("op", torch.zeros(size))
         check("op", torch.zeros(size))
     assert len(calls) == 50 and len(passed) <= 8
+
+
+def test_results_of_an_op_are_memory_of_their_own():
+    """A reference may return its input or a view of it; an op that did would be wrong once either is written to."""
+    op = ops.OpLibrary("results_test").register(
+        "same(Tensor x, str impl) -> (Tensor, Tensor)", fake=lambda x: (torch.empty_like(x), x.new_empty(x.shape[::-1])), eager=lambda x: (x, x.t())
+    )
+    x = torch.randn(2, 3)
+    for out, want in zip(op(x, "eager"), (x, x.t()), strict=True):
+        assert torch.equal(out, want) and out.is_contiguous()
+        assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
