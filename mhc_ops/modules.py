@@ -95,6 +95,9 @@ class HyperConnection(_Site):
         }  # fmt: skip
         if before is None:
             return x, *hc_pre(x, self.fn, self.scale, self.base, **options)
+        if not isinstance(before, tuple | list) or len(before) != 3:
+            got = f"{len(before)} values" if isinstance(before, tuple | list) else type(before).__name__
+            raise TypeError(f"HyperConnection: before must be (f, post, comb) of the sublayer that ends, got {got}")
         f, post, comb = before
         return hc_post_pre(f, x, post, comb, self.fn, self.scale, self.base, **options)
 

@@ -196,6 +196,8 @@ def test_modules_are_the_functions(impl):
         (lambda: HyperConnection(10, iters=0), ValueError, "HyperConnection: iters must be at least 1, got 0"),
         (lambda: HyperConnection(10, convention="x"), ValueError, "HyperConnection: convention must be one of 'v4', 'paper', got 'x'"),
         (lambda: HyperConnection(10, impl="x"), ValueError, "HyperConnection: impl must be one of 'auto', 'triton', 'eager', got 'x'"),
+        (lambda: HyperConnection(10)(torch.ones(1, 4, 10), (1, 2)), TypeError, r"HyperConnection: before must be \(f, post, comb\) .* got 2 values"),
+        (lambda: HyperConnection(10)(torch.ones(1, 4, 10), torch.ones(3)), TypeError, "HyperConnection: before must be .* got Tensor"),
         (lambda: HyperHead(10, hc_eps=10**400), ValueError, "HyperHead: hc_eps must be finite, got an int of 1329 bits"),
         (lambda: HyperHead(10, norm_eps=-1.0), ValueError, "HyperHead: norm_eps must be at least 0, got -1.0"),
     ],
