@@ -7,8 +7,7 @@
 
 The model is that of `train_example` with `--ratios` for layers, `--experts` experts a layer (6 of them a token, as published) and
 `--vocab` rows of embedding and head; everything else has the published sizes. Variants: eager is `--impl eager`, the plain PyTorch of
-`reference/`; ours is `--impl triton`; "+compile" adds `--compile`. Eager attention, indexer and KL loop over chunks of queries in
-Python, which torch.compile would unroll; they are left out of its graphs, and everything around them is compiled.
+`reference/`; ours is `--impl triton`; "+compile" adds `--compile`, which compiles the parts of a layer that `train_example/compiled.py` lists.
 
 A step is forward, backward, gradient norm, clipping and AdamW of `--batch` sequences of random tokens; ms is the median. MFU is
 `train_example.metrics.flops_per_token` x tokens a second / the device's bf16 peak. Peak memory includes weights and optimizer. The split
@@ -104,20 +103,11 @@ def settings(args: argparse.Namespace, row: Row, ep_group: str = "own", prefetch
 
 def make_model(config: RunConfig, parallel: Parallel) -> nn.Module:
     """The sharded model with fresh weights made on the device, shard by shard: no host ever holds them."""
-    if config.compile and config.impl == "eager":
-        _keep_out_of_graphs()
     model = build_model(config, parallel, fill=False)
     torch.manual_seed(config.seed + parallel.rank)
     with torch.no_grad():
         model.reset_parameters()
     return model
-
-
-def _keep_out_of_graphs() -> None:
-    from train_example import attention
-
-    for owner, name in ((attention.AttentionCore, "forward"), (attention.Attention, "_select"), (attention.Attention, "_kl")):
-        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 
 
 def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, variant: str) -> Result:
@@ -145,7 +135,7 @@ def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, var
         torch.cuda.synchronize()
         result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
     if args.split and config.seq_len <= args.split_longest and device.type == "cuda":
-        trace.annotate_parts(model, config.compile)
+        trace.annotate_parts(model)
         split(result, lambda: train_step(model, optimizer, config, batch, step + 1), args.traces and args.traces / _name(result, parallel))
     return result
 
@@ -296,8 +286,11 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files written")
     args = parser.parse_args(argv)
 
-    device = pick_device(args.device)
-    first = settings(args, Row("ours", args.seq_lens[0], "none", args.batch))
+    try:
+        device = pick_device(args.device)
+        first = settings(args, Row("ours", args.seq_lens[0], "none", args.batch))
+    except ValueError as error:
+        parser.error(str(error))
     if args.warm and any(row.variant.startswith("ours") for row in rows_wanted(args)):
         warm_kernels(first, device)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import warnings
 
+import pytest
+
 from bench import train as bench
 
 
@@ -27,3 +29,9 @@ def test_rows_of_one_process(tmp_path, capsys, monkeypatch):
     assert "no room" in capsys.readouterr().out
     with (tmp_path / "train.csv").open() as file:
         assert [r["note"] for r in csv.DictReader(file)] == ["RuntimeError: no room"] * 2
+
+
+def test_sizes_that_cannot_work_are_a_usage_error(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--device", "cpu", "--preset", "tiny", "--ratios=0,-4"])
+    assert "compress_ratios must be integers of 0 or more" in capsys.readouterr().err

@@ -97,12 +97,24 @@ def test_the_systematic_part_is_told_from_noise():
     references = [torch.ones(size, dtype=torch.float64) + torch.randn(size, generator=generator) for _ in range(batches)]
     norm = torch.stack(references).mean(0).norm().item()
     noise = [0.1 * torch.randn(size, generator=generator).double() for _ in range(batches)]
-    one, none = compare_fixed.gradient_bias(references, noise)
+    one, none, low, high = compare_fixed.gradient_bias(references, noise)
     assert one == pytest.approx(0.1 * math.sqrt(size) / norm, rel=0.05)
     assert abs(none) < 0.2 * one
-    _, some = compare_fixed.gradient_bias(references, [x + 0.05 for x in noise])
+    assert abs(none) * none < 3 * (high * abs(high) - none * abs(none))
+    _, some, low, high = compare_fixed.gradient_bias(references, [x + 0.05 for x in noise])
     assert some == pytest.approx(0.05 * math.sqrt(size) / norm, rel=0.1)
+    assert 0.9 * some < low < some < high < 1.1 * some
     assert math.isnan(compare_fixed.gradient_bias([torch.zeros(3)] * 2, [torch.ones(3)] * 2)[0])
+    assert math.isnan(compare_fixed.gradient_bias([torch.ones(3)] * 2, [torch.ones(3)] * 2).low), "two batches say nothing of an error"
+
+
+def test_the_standard_error_is_that_of_many_repetitions():
+    generator = torch.Generator().manual_seed(0)
+    ones = [torch.ones(5, dtype=torch.float64)] * 12
+    found = [compare_fixed.gradient_bias(ones, [0.3 + torch.randn(5, generator=generator).double() for _ in range(12)]) for _ in range(400)]
+    squares = torch.tensor([math.copysign(bias.systematic**2, bias.systematic) for bias in found])
+    errors = torch.tensor([bias.high * abs(bias.high) - bias.systematic * abs(bias.systematic) for bias in found])
+    assert float(errors.square().mean().sqrt()) == pytest.approx(float(squares.std()), rel=0.2)
 
 
 def test_loss_bias():
@@ -183,7 +195,7 @@ def test_kernels_are_as_near_to_fp32_as_eager(tmp_path):
     assert abs(mean) <= 4 * error + 1e-6 and largest < 2e-4
     for title in fp32[0].gradients:
         exact = [p.gradients[title] for p in fp32]
-        (ours, _), (theirs, _) = (
+        (ours, *_), (theirs, *_) = (
             compare_fixed.gradient_bias(exact, [p.gradients[title] - x for p, x in zip(passes, exact)]) for passes in (triton, eager)
         )
         # 1.15 at most in two runs on an H200; another precision in one op would be a factor

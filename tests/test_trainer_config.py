@@ -97,14 +97,33 @@ def test_bad_command_line(argv, message):
         ("a.json", '{"steps": true}', "steps must be of type int, got True"),
         ("a.json", '{"model": {"compress_ratios": [0, "4"]}}', "compress_ratios must be a list of integers"),
         ("a.json", '{"model": "huge"}', "model preset must be one of tiny, flash, pro, got 'huge'"),
-        ("a.json", "[1]", "must hold one table of settings"),
-        ("a.json", "{", "a.json: Expecting"),
+        ("a.json", "[1]", "must hold a table of names and values, got list"),
+        ("a.json", "{", "a.json: what it holds is damaged: Expecting"),
+        ("a.json", '"steps"', "must hold a table of names and values, got str"),
+        pytest.param("a.json", "[" * 100_000, "a.json: what it holds is damaged", id="deep"),
+        pytest.param("a.json", '{"steps": ' + "9" * 5000 + "}", "a.json: what it holds is damaged: Exceeds the limit", id="digits"),
+        ("a.json", b'{"out": "\xff"}', "a.json: what it holds is damaged: 'utf-8' codec"),
+        ("a.toml", b"lr = 1\xff", "a.toml: 'utf-8' codec"),
+        ("a.json", '{"model": 5}', "a.json: model must hold a table of names and values, got int"),
+        ("a.json", '{"model": null}', "model must hold a table of names and values, got NoneType"),
+        ("a.json", '{"model": {"preset": ["tiny"]}}', "model preset must be one of tiny, flash, pro, got .'tiny'."),
+        ("a.json", '{"seed": 9223372036854775808}', "seed must be below 2.63"),
+        pytest.param("a.json", '{"lr": ' + "9" * 400 + "}", "lr must be below 2.63", id="huge"),
+        ("a.json", '{"lr": NaN}', "lr must be a finite number, got nan"),
+        ("a.json", '{"step_timeout": 1e300}', "step_timeout must be at most 3.1536e.07 s, a year"),
+        ("a.json", '{"batch": 1000000000}', "batch must be fewer than 2.31 / seq_len = 16777216 sequences"),
+        ("a.json", '{"nudge": 2147483648}', "nudge must be below 2.31"),
+        ("a.json", '{"profile": "1:\\u00b2"}', "profile must be START:END"),
+        ("a.json", '{"out": "a\\u0000b"}', "out must be without a character 0"),
+        ("a.json", '{"model": {"hidden_size": 2147483648}}', "hidden_size must be an integer below 2.31"),
+        ("a.json", '{"model": {"norm_eps": Infinity}}', "norm_eps must be a finite number, got inf"),
+        ("a.json", '{"model": {"compress_ratios": [0, 4, 16, -4]}}', "compress_ratios must be integers of 0 or more"),
         ("a.yaml", "steps: 5", "must end in .json or .toml"),
     ],
 )
 def test_bad_config_file(tmp_path, name, content, message):
     file = tmp_path / name
-    file.write_text(content)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):
         parse(["--config", str(file)])
 

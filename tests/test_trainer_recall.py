@@ -9,7 +9,7 @@ import torch
 from train_example.config import TINY
 from train_example.data import IGNORE
 from train_example.model import DeepSeekV4
-from train_example.recall import attention_mass, indexer_recall, recall_of
+from train_example.recall import attention_mass, indexer_recall, main, recall_of
 
 
 def test_recall_by_hand():
@@ -46,3 +46,23 @@ def test_recall_of_a_model():
     assert model.training
     with pytest.raises(ValueError, match="no query has more entries"):
         indexer_recall(model, [(ids[:, :12], ids[:, :12])])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "nowhere"], "error: data nowhere does not exist"),
+        (["--steps", "0"], "error: steps must be a number above 0"),
+        (["--seq-len", "8", "--batch", "1", "--eval-sequences", "1"], "error: no query has more entries than index_topk"),
+        (["--every", "0"], "--every: 1 or more, got 0"),
+        (["--coefficients", "1", "-1"], "--coefficients: numbers of 0 or more"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_line(tmp_path, capsys, arguments, message):
+    try:
+        status = main([*arguments, "--device", "cpu", "--out", str(tmp_path)])
+    except SystemExit as stop:  # argparse
+        status = stop.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert not torch.distributed.is_initialized()

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.dist_util import run_distributed
 from tests.trainer_util import gradients, run_config, sharded, tokens, worst
 from train_example import compare, trace
+from train_example.fused import swiglu
 from train_example.moe import _grouped, _one_by_one, fits_grouped_mm
 
 # ---- traces ---------------------------------------------------------------------------------------------------------------------
@@ -212,9 +213,13 @@ def test_grouped_experts_equal_a_loop():
         (0.5 * torch.randn(*shape, generator=g)).bfloat16() for shape in ((16, 24), (4, 32, 24), (4, 24, 16), (16, 24))
     )
     results = []
-    for experts in (_grouped, _one_by_one):
+    activate = lambda gate_up: swiglu(gate_up, 1.0)  # noqa: E731  (a name for the argument of a call)
+    for experts in (
+        lambda *leaves: _grouped(*leaves, torch.tensor(sizes), activate),
+        lambda *leaves: _one_by_one(*leaves, sizes, 1.0, "auto"),
+    ):
         leaves = [t.clone().requires_grad_() for t in (x, w_in, w_out)]
-        out = experts(*leaves, torch.tensor(sizes), sizes, 1.0, "auto")
+        out = experts(*leaves)
         out.backward(cotangent)
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for got, want in zip(*results):

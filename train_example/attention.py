@@ -76,7 +76,9 @@ class Compressor(nn.Module):
         self.ratio = ratio
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        entries = self.norm(self.pool(self.kv(x), self.gate(x)))
+        return self.rotated(self.norm(self.pool(self.kv(x), self.gate(x))), cos, sin)
+
+    def rotated(self, entries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first = slice(0, entries.shape[1] * self.ratio, self.ratio)
         return rope(entries, cos[first], sin[first], impl=self.pool.impl)
 
@@ -94,9 +96,12 @@ class Indexer(nn.Module):
     def forward(self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, S, D], latent [B, S, L] -> q [B, S, H, Ci], k [B, E, Ci], weights [B, S, H] with both scales folded in."""
         x, latent = x.detach(), latent.detach()
-        q = rope(self.q_b(latent).unflatten(-1, (self.heads, self.size)), cos, sin, impl=self.compressor.pool.impl)
-        weights = self.weights(x) * (self.size * self.heads) ** -0.5
+        q, weights = self.queries(x, latent, cos, sin)
         return q, self.compressor(x, cos, sin), weights
+
+    def queries(self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q = rope(self.q_b(latent).unflatten(-1, (self.heads, self.size)), cos, sin, impl=self.compressor.pool.impl)
+        return q, self.weights(x) * (self.size * self.heads) ** -0.5
 
 
 class GroupedLinear(nn.Linear):
@@ -187,23 +192,31 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, with_kl: bool = False) -> tuple[Tensor, Tensor | None]:
         """x [B, S, D], cos and sin [S, R / 2] of this kind of layer -> (out [B, S, D], sum over tokens of the indexer's KL or None)."""
-        config = self.config
         latent = self.q_norm(self.q_a(x))
-        q = self.q_b(latent).unflatten(-1, (config.num_heads, config.head_dim))
-        q = norm_rope(q, cos, sin, eps=config.norm_eps, impl=self.impl)
-        kv = rope(self.kv_norm(self.kv(x)), cos, sin, impl=self.impl)
+        q = self.queries(latent, cos, sin)
+        kv = self.rotated(self.kv_norm(self.kv(x)), cos, sin)
 
         entries, state, unused = self._compressed(x, latent, cos, sin, with_kl)
         indices = None if state is None else state.indices
-        probs_wanted = with_kl and indices is not None and config.kl_target != "compressed"
+        probs_wanted = with_kl and indices is not None and self.config.kl_target != "compressed"
         out = self.core(q, kv, entries, indices, probs_wanted)
         out, probs = out if probs_wanted else (out, None)
 
-        out = rope(out, cos, sin, inverse=True, impl=self.impl)
-        out = self.o_b(self.o_a(out.flatten(2)))
+        out = self.projected(out, cos, sin)
         if unused is not None:
             out = out + unused
         return out, None if state is None or not with_kl else self._kl(state, probs, q, entries)
+
+    def queries(self, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q = self.q_b(latent).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        return norm_rope(q, cos, sin, eps=self.config.norm_eps, impl=self.impl)
+
+    def rotated(self, kv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rope(kv, cos, sin, impl=self.impl)
+
+    def projected(self, out: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What the op gave [B, S, N, C] -> [B, S, D]."""
+        return self.o_b(self.o_a(rope(out, cos, sin, inverse=True, impl=self.impl).flatten(2)))
 
     def _compressed(
         self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, with_kl: bool

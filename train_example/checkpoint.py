@@ -19,7 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from train_example.parallel import barrier
+from train_example.files import read_table, table
+from train_example.parallel import barrier, together
 from train_example.run_config import ConfigError
 from train_example.swap_optimizer import SwapAdamW
 
@@ -116,9 +117,12 @@ def find(resume: str, folder: Path) -> Path:
 
 def _record(path: Path) -> dict[str, Any]:
     try:
-        return json.loads((path / STATE_FILE).read_text())
+        record = read_table(path / STATE_FILE)
+        for name in ("progress", "model", "data"):
+            table(record.get(name), f"{path / STATE_FILE}: {name}")
     except ValueError as error:
-        raise ConfigError(f"{path / STATE_FILE} is damaged: {error}") from error
+        raise ConfigError(str(error)) from error
+    return record
 
 
 def _changes(saved: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -132,7 +136,13 @@ def read_progress(path: Path, model_config: dict[str, Any]) -> dict[str, Any]:
     record = _record(path)
     if changes := _changes(record["model"], model_config):
         raise ConfigError(f"{path} is a checkpoint of another model: {changes}")
-    return record["progress"]
+    progress = record["progress"]
+    for name in ("step", "tokens", "data_tokens"):
+        if type(value := progress.get(name)) is not int or value < 0:
+            raise ConfigError(f"{path / STATE_FILE}: progress.{name} must be an integer of 0 or more, got {value!r}")
+    if type(ema := progress.get("loss_ema")) not in (int, float, type(None)):
+        raise ConfigError(f"{path / STATE_FILE}: progress.loss_ema must be a number, got {ema!r}")
+    return progress
 
 
 def check_data(path: Path, data: dict[str, Any], allowed: bool) -> bool:
@@ -152,18 +162,29 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
     ConfigError on every rank if one of them cannot read its part of it.
     """
-    rank, device = str(dist.get_rank()), next(model.parameters()).device
     try:
         dcp.load(_tensors(model, optimizer), checkpoint_id=path)
     except CheckpointException as error:  # of all ranks, whichever failed
-        failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
-        raise ConfigError(f"{path} is damaged, resume from another checkpoint; rank {failed}: {str(reason).splitlines()[0]}") from error
+        raise _damaged(path, error) from error
+    together(lambda: _load_rng(path, next(model.parameters()).device))
+
+
+def _damaged(path: Path, error: CheckpointException) -> ConfigError:
+    failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
+    return ConfigError(f"{path} is damaged, resume from another checkpoint; rank {failed}: {(str(reason) or repr(reason)).splitlines()[0]}")
+
+
+def _load_rng(path: Path, device: torch.device) -> None:
+    rank = str(dist.get_rank())
     rng = {"rng": {rank: _rng_state(device)}}
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     if all(f"rng.{rank}.{kind}" in saved for kind in rng["rng"][rank]):  # else the saving run had no such rank, or no such device
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank loads its own, alone
-            dcp.load(rng, checkpoint_id=path, no_dist=True)
+            try:
+                dcp.load(rng, checkpoint_id=path, no_dist=True)
+            except CheckpointException as error:
+                raise _damaged(path, error) from error
         torch.set_rng_state(rng["rng"][rank]["cpu"])
         if device.type != "cpu":
             getattr(torch, device.type).set_rng_state(rng["rng"][rank][device.type], device)

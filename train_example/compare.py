@@ -12,13 +12,13 @@ Whether two implementations differ by more than rounding is better asked of fixe
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+from train_example.files import read_table, table
 from train_example.metrics import EMA_DECAY, read_metrics
 
 Series = list[tuple[int, float]]  # (step, difference)
@@ -41,7 +41,7 @@ def common_rows(run_a: Path, run_b: Path) -> list[tuple[int, dict[str, Any], dic
         path = run / "metrics.jsonl"
         if not path.is_file():
             raise ValueError(f"{run} is no run folder: it has no metrics.jsonl")
-        rows.append({row["step"]: row for row in read_metrics(path)})
+        rows.append({row["step"]: {key: value for key, value in row.items() if value is not None} for row in read_metrics(path)})
     steps = sorted(rows[0].keys() & rows[1].keys())
     if not steps:
         raise ValueError(f"{run_a} and {run_b} have no step in common")
@@ -57,9 +57,13 @@ def compare(run_a: Path, run_b: Path) -> dict[str, Series]:
     return {key: [(step, relative_difference(a[key], b[key])) for step, a, b in pairs if key in a and key in b] for key in QUANTITIES}
 
 
+def _losses(run: Path) -> Series:
+    return [(row["step"], row["loss"]) for row in read_metrics(run / "metrics.jsonl") if row.get("loss") is not None]
+
+
 def smoothed_difference(run_a: Path, run_b: Path) -> Series:
     """(step, relative difference) of the two moving averages of the loss, over the steps both runs have from the first on."""
-    losses = [{row["step"]: row["loss"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row} for run in (run_a, run_b)]
+    losses = [dict(_losses(run)) for run in (run_a, run_b)]
     average: list[float] = []
     out = []
     for step in sorted(losses[0].keys() & losses[1].keys()):
@@ -120,8 +124,8 @@ def plot(runs: dict[str, Path], raw: dict[str, Series], smoothed: dict[str, Seri
     colors = {name: f"C{i}" for i, name in enumerate(runs)}
     first = next(iter(runs))
     for name, run in runs.items():
-        rows = [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
-        panels[0].plot([row["step"] for row in rows], [row["loss"] for row in rows], label=name, color=colors[name], linewidth=1)
+        losses = _losses(run)
+        panels[0].plot([step for step, _ in losses], [loss for _, loss in losses], label=name, color=colors[name], linewidth=1)
     for axes, series, title in ((panels[1], raw, "of a step"), (panels[2], smoothed, "of the moving averages")):
         for name, differences in series.items():
             axes.plot(*zip(*differences), label=f"{name} against {first}", color=colors[name], linewidth=0.9)
@@ -154,7 +158,10 @@ def named(runs: list[Path]) -> dict[str, Path]:
 def other_texts(run_a: Path, run_b: Path) -> bool:
     """Whether the two runs are known to have read different texts."""
     files = [run / "environment.json" for run in (run_a, run_b)]
-    return all(f.is_file() for f in files) and len({json.loads(f.read_text())["text_sha256"] for f in files}) > 1
+    if not all(file.is_file() for file in files):
+        return False
+    a, b = (read_table(file).get("text_sha256") for file in files)
+    return a is not None and b is not None and a != b
 
 
 def other_settings(run_a: Path, run_b: Path) -> list[str]:
@@ -162,9 +169,17 @@ def other_settings(run_a: Path, run_b: Path) -> list[str]:
     files = [run / "config.json" for run in (run_a, run_b)]
     if not all(file.is_file() for file in files):
         return []
-    a, b = ({**(config := json.loads(file.read_text())), **{f"model.{k}": v for k, v in config.get("model", {}).items()}} for file in files)
+    a, b = map(_flat, files)
     names = sorted((a.keys() | b.keys()) - {"out", "model"})
     return [f"{name} {a.get(name)!r} -> {b.get(name)!r}" for name in names if a.get(name) != b.get(name)]
+
+
+def _flat(file: Path) -> dict[str, Any]:
+    """The settings in a file, those of the model as "model.NAME"."""
+    settings = read_table(file)
+    model = settings.get("model", {})
+    model = {"preset": model} if isinstance(model, str) else table(model, f"{file}: model")
+    return {**settings, **{f"model.{key}": value for key, value in model.items()}}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -187,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         means = {name: mean_signed(args.run_a, runs[name]) for name, differences in raw.items() if differences}
         changes = {name: other_settings(args.run_a, runs[name]) for name in raw}
         texts_differ = other_texts(args.run_a, args.run_b)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name, differing in changes.items():

@@ -11,7 +11,8 @@ rounds, and a systematic part shows as one that does not average out over batche
 Of the losses: mean and standard error of the signed relative difference over batches, and the largest one. Of the gradients, by part of the
 model, relative to the norm of the mean gradient: the difference of one batch (root mean square), and the systematic part: the root of the
 mean product of the differences of two batches, with that mean's sign (differences that have nothing to do with each other have products of
-either sign). Of the choices: the share of (token, expert) and (query, entry) pairs of one variant that the other does not have.
+either sign), and what one standard error over the batches (jackknife) makes of it. Of the choices: the share of (token, expert) and (query,
+entry) pairs of one variant that the other does not have.
 """
 
 import argparse
@@ -118,17 +119,36 @@ def loss_bias(values: list[float]) -> tuple[float, float, float]:
     return statistics.fmean(values), error, max(abs(value) for value in values)
 
 
-def gradient_bias(references: list[Tensor], differences: list[Tensor]) -> tuple[float, float]:
-    """Of one part, a tensor a batch: root mean square difference of a batch, and the systematic part, over the norm of the mean reference.
+class Bias(NamedTuple):
+    """Of the gradients of one part, over the norm of the mean reference."""
 
-    The mean of <d_i, d_j> over i != j has the systematic part's square as its expectation: no noise meets itself. Needs two batches.
+    one: float  # root mean square difference of a batch
+    systematic: float  # the part that does not average out, negative where the products of two batches are so on average
+    low: float  # one standard error below and above it
+    high: float
+
+
+def gradient_bias(references: list[Tensor], differences: list[Tensor]) -> Bias:
+    """references and differences: a tensor a batch, two batches at least.
+
+    The mean of <d_i, d_j> over i != j has the systematic part's square as its expectation: no noise meets itself. Its standard error is the
+    jackknife's, over batches left out one by one.
     """
     norm = torch.stack(references).mean(0).norm().item()
     if norm == 0:
-        return math.nan, math.nan
-    count, squares = len(differences), sum(float(d.square().sum()) for d in differences)
-    product = (float(torch.stack(differences).sum(0).square().sum()) - squares) / (count * (count - 1))
-    return math.sqrt(squares / count) / norm, math.copysign(math.sqrt(abs(product)), product) / norm
+        return Bias(*[math.nan] * 4)
+    stacked, count = torch.stack(differences), len(differences)
+    products = stacked @ stacked.T / norm**2
+    squares = products.diagonal()
+    pairs = products.sum() - squares.sum()
+    mean = pairs / (count * (count - 1))
+    without = (pairs - 2 * (products.sum(1) - squares)) / ((count - 1) * (count - 2)) if count > 2 else torch.full((count,), math.nan)
+    error = ((count - 1) / count * (without - without.mean()).square().sum()).sqrt()
+    return Bias(squares.mean().sqrt().item(), *(_signed_root(x.item()) for x in (mean, mean - error, mean + error)))
+
+
+def _signed_root(x: float) -> float:
+    return math.copysign(math.sqrt(abs(x)), x)
 
 
 def missing_share(a: list[Tensor], b: list[Tensor]) -> float:
@@ -149,14 +169,14 @@ def report(passes: dict[str, list[Pass]]) -> Iterator[str]:
             mean, error, largest = loss_bias([signed(x.losses[key], y.losses[key]) for x, y in zip(passes[a], passes[b])])
             cells.append(f"  {mean:+9.1e} +- {error:7.1e}, {largest:9.1e}")
         yield f"{key:16}" + "".join(f"{cell:>34}" for cell in cells)
-    yield "gradient: difference of one batch / systematic part, over the mean gradient's norm"
+    yield "gradient: difference of one batch / systematic part (one standard error below, above), over the mean gradient's norm"
     for title in passes[names[0]][0].gradients:
         cells = []
         for a, b in pairs:
             old, new = ([p.gradients[title] for p in passes[name]] for name in (a, b))
-            one, systematic = gradient_bias(old, [y - x for x, y in zip(old, new)])
-            cells.append(f"{one:9.1e} / {systematic:+9.1e}")
-        yield f"{title:16}" + "".join(f"{cell:>34}" for cell in cells)
+            bias = gradient_bias(old, [y - x for x, y in zip(old, new)])
+            cells.append(f"  {bias.one:7.1e} / {bias.systematic:+8.1e} ({bias.low:+8.1e}, {bias.high:+8.1e})")
+        yield f"{title:16}" + "".join(f"{cell:>44}" for cell in cells)
     yield "choices that the other variant does not make"
     for title in ("experts", "entries"):
         shares = [statistics.fmean(missing_share(x.choices[title], y.choices[title]) for x, y in zip(passes[a], passes[b])) for a, b in pairs]

@@ -9,7 +9,7 @@ A field's help text is its metadata["help"]; a command line can be made from `da
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 LayerKind = Literal["window", "csa", "hca"]
@@ -73,8 +73,16 @@ class ModelConfig:
     init_std: float = _size(0.02, "standard deviation of freshly made weights")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compress_ratios, tuple):
-            object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))  # a list from a config file
+        if isinstance(self.compress_ratios, list):
+            object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))  # from a config file
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type == "int":
+                self._need(type(value) is int and abs(value) < 2**31, item.name, "an integer below 2^31")
+            elif item.type == "float":
+                self._need(type(value) in (int, float) and abs(value) < 1e300, item.name, "a finite number")
+        ratios = self.compress_ratios
+        self._need(isinstance(ratios, tuple) and all(type(r) is int for r in ratios), "compress_ratios", "a list of integers")
         positive = (
             "vocab_size hidden_size num_layers num_heads head_dim rope_head_dim q_lora_rank o_groups o_lora_rank window index_heads "
             "index_head_dim index_topk rope_theta compress_rope_theta yarn_original_length hc_iters norm_eps num_experts experts_per_token "
@@ -87,7 +95,7 @@ class ModelConfig:
         self._need(
             len(self.compress_ratios) == self.num_layers, "compress_ratios", f"one ratio for each of num_layers = {self.num_layers} layers"
         )
-        self._need(all(isinstance(r, int) and r >= 0 for r in self.compress_ratios), "compress_ratios", "integers of 0 or more")
+        self._need(all(0 <= r < 2**31 for r in ratios), "compress_ratios", "integers of 0 or more, below 2^31")
         self._need(self.csa_ratio >= 2, "csa_ratio", "2 or more")
         self._need(self.rope_head_dim % 2 == 0, "rope_head_dim", "an even number")
         smallest = min(self.head_dim, self.index_head_dim)

@@ -178,7 +178,7 @@ def _check(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, ran
         raise ValueError(f"num_experts = {num_experts} is not divisible by the expert-parallel size {ranks}")
 
 
-@torch.compiler.disable  # the split sizes are read on the host, so a compiled layer breaks its graph here anyway
+@torch.compiler.disable  # the split sizes are read on the host
 def dispatch_experts(
     x: Tensor,
     expert_ids: Tensor,
@@ -188,6 +188,7 @@ def dispatch_experts(
     group: dist.ProcessGroup | None,
     impl: str = "auto",
     meanwhile: Sequence[Callable[[], None]] = (),
+    combine_rows: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run `experts` on the tokens routed to this rank and return every token's weighted sum over its k experts.
 
@@ -203,6 +204,7 @@ def dispatch_experts(
         impl: of copying and summing rows, see train_example/fused.py.
         meanwhile: called in turn while rows travel, the first on their way to the experts and the second on their way back; those that are
             left (all of them, where no other process holds experts) at the end.
+        combine_rows: called in place of `fused.combine`, with its tensors.
 
     Returns:
         y [T, D] in x.dtype (the sum over k is done in float32) and counts [E] int64: rows of this rank's own tokens for each expert.
@@ -250,4 +252,5 @@ def dispatch_experts(
         out = _Exchange(recv_splits, send_splits, group)(out, next(work, None))
     for left in work:
         left()
-    return combine(out, order, inverse, weights, impl).to(x.dtype), counts
+    y = combine(out, order, inverse, weights, impl) if combine_rows is None else combine_rows(out, order, inverse, weights)
+    return y.to(x.dtype), counts

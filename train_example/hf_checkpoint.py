@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from train_example.checkpoint import named_tensors
 from train_example.config import ModelConfig
 from train_example.data import END_OF_FILE
+from train_example.files import read_table, table
 from train_example.hf_config import CONFIG_FILE, INDEX, OURS, SINGLE, config_to_hf
 from train_example.hf_map import Region, file_layouts
 from train_example.run_config import ConfigError
@@ -103,9 +104,12 @@ class _Folder:
         self.folder, self.open = folder, {}
         if (folder / INDEX).is_file():
             try:
-                self.file_of: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{folder / INDEX} is damaged: {error!r}") from error
+                self.file_of: dict[str, str] = table(read_table(folder / INDEX).get("weight_map"), f"{folder / INDEX} is damaged: weight_map")
+                for name, file in self.file_of.items():
+                    if not isinstance(file, str) or Path(file).name != file:
+                        raise ValueError(f"{folder / INDEX} is damaged: {name} is to be in {file!r}, which is no name of a file beside it")
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         elif (folder / SINGLE).is_file():
             self.file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
@@ -227,7 +231,7 @@ def check_target(folder: Path) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     with contextlib.suppress(OSError, ValueError):
-        if OURS in json.loads((folder / CONFIG_FILE).read_text()):
+        if OURS in read_table(folder / CONFIG_FILE):
             return  # an earlier export
     raise ConfigError(f"save_hf = {folder} exists and is no checkpoint that this trainer wrote; name another folder")
 

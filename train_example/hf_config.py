@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from train_example.config import ModelConfig
+from train_example.files import read_table, table
 
 CONFIG_FILE, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 OURS = "train_example"  # table in config.json with the settings that transformers has no name for
@@ -105,22 +106,18 @@ def config_from_folder(folder: Path, **changes: Any) -> ModelConfig:
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ValueError(f"{folder} holds no {CONFIG_FILE}")
+    raw = read_table(file)
+    if raw.get("model_type") != "deepseek_v4":
+        raise ValueError(f"{file}: model_type must be 'deepseek_v4', got {raw.get('model_type')!r}")
     try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-    if not isinstance(raw, dict) or raw.get("model_type") != "deepseek_v4":
-        found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__
-        raise ValueError(f"{file}: model_type must be 'deepseek_v4', got {found!r}")
-    ours = {name: value for name, value in raw.get(OURS, {}).items() if name in OUR_FIELDS}
-    ratios = raw.get("compress_ratios") or []
-    if len(ratios) > raw.get("num_hidden_layers", len(ratios)):  # the published form lists the MTP block behind the layers
-        ours["mtp_compress_ratio"] = ratios[-1]
-    if not _has_mtp(folder):
-        ours["mtp_layers"] = 0
-    try:
+        ours = {name: value for name, value in table(raw.get(OURS, {}), OURS).items() if name in OUR_FIELDS}
+        ratios = raw.get("compress_ratios") or []
+        if len(ratios) > raw.get("num_hidden_layers", len(ratios)):  # the published form lists the MTP block behind the layers
+            ours["mtp_compress_ratio"] = ratios[-1]
+        if not _has_mtp(folder):
+            ours["mtp_layers"] = 0
         return config_from_hf(SimpleNamespace(**_complete(raw)), **{**ours, **changes})
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"{file}: {error}") from error
     except (AttributeError, KeyError) as error:
         raise ValueError(f"{file} lacks {error.name if isinstance(error, AttributeError) else error}") from error
@@ -134,9 +131,9 @@ def _has_mtp(folder: Path) -> bool:
         else:
             with (folder / SINGLE).open("rb") as file:
                 names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, KeyError, MemoryError):
+        return any(name.startswith("mtp.") for name in table(names, "names"))
+    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, RecursionError):
         return False  # whoever reads the weights says what is wrong with the files
-    return any(name.startswith("mtp.") for name in names)
 
 
 def _complete(raw: dict[str, Any]) -> dict[str, Any]:

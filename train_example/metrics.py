@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from train_example.config import ModelConfig
+from train_example.files import parse_json, table
+from train_example.run_config import ConfigError
 
 # Dense peak of one device in TFLOP/s in bf16, from the vendors' data sheets. Other devices and other dtypes: --peak-tflops.
 PEAK_BF16_TFLOPS = {"H200": 989.4, "H100 80GB HBM3": 989.4, "A100": 312.0}
@@ -123,18 +125,26 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """One row a step, its lines merged; a last line cut short by a crash is left out."""
+    """One row a step, its lines merged; a last line cut short by a crash is left out. ConfigError that names any other damaged line."""
     rows: dict[int, dict[str, Any]] = {}
-    lines = path.read_text().splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
+        what = f"{path} line {number}"
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = table(parse_json(line, what), what)
+        except ValueError as error:
             if number == len(lines):
                 break
-            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+            raise ConfigError(str(error)) from error
+        if type(row.get("step")) is not int or not all(value is None or _is_number(value) for value in row.values()):
+            raise ConfigError(f"{what} is no row of a run: a whole number `step`, and numbers alone, got {str(row)[:100]}")
         rows.setdefault(row["step"], {}).update(row)
     return list(rows.values())
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float holds."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**1023)
 
 
 def draw_curves(out: Path) -> str:

@@ -103,7 +103,10 @@ class Layer(nn.Module):
         f, kl = self.attn(self.attn_norm(y), cos, sin, with_kl)
         streams, y, post, comb = self.moe_hc(streams, (f, post, comb))
         f, counts = self.moe(self.moe_norm(y), input_ids)
-        return hc_post(f, streams, post, comb, impl=self.impl), kl, counts
+        return self.leave(f, streams, post, comb), kl, counts
+
+    def leave(self, f: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return hc_post(f, streams, post, comb, impl=self.impl)
 
 
 class MTPBlock(nn.Module):
@@ -223,15 +226,19 @@ class DeepSeekV4(nn.Module):
             kls.append(kl)
             counts.append(count)
             after_next = F.pad(labels[:, 1:], (0, 1), value=IGNORE).masked_fill(labels == IGNORE, IGNORE)
-            mtp_sum = mtp_sum + _cross_entropy_sum(self.head(hidden), after_next)
+            mtp_sum = mtp_sum + self.loss_sum(self.head(hidden).flatten(0, 1), after_next.flatten())
 
         if num_valid_tokens is None:
             num_valid_tokens = (labels != IGNORE).sum().clamp(min=1)
-        lm_loss = _cross_entropy_sum(logits, labels) / num_valid_tokens
+        lm_loss = self.loss_sum(logits.flatten(0, 1), labels.flatten()) / num_valid_tokens
         kl_sum = sum((kl for kl in kls if kl is not None), logits.new_zeros((), dtype=torch.float32))
         kl_loss = config.kl_coefficient * kl_sum / num_valid_tokens
         mtp_loss = config.mtp_weight * mtp_sum / num_valid_tokens
         return ModelOutput(logits, lm_loss + kl_loss + mtp_loss, lm_loss, kl_loss, mtp_loss, torch.stack(counts))
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """logits [T, V], labels [T] -> nats summed over the labels that count; fp32, 0 where none does."""
+        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
 
     def _region(self) -> AbstractContextManager[None]:
         return hc_recompute() if self.recompute_blocks else nullcontext()
@@ -249,11 +256,6 @@ class DeepSeekV4(nn.Module):
             raise ValueError(f"labels must have the shape of input_ids {tuple(input_ids.shape)}, got {tuple(labels.shape)}")
         if labels.dtype != torch.int64:
             raise TypeError(f"labels must be int64, got {labels.dtype}")
-
-
-def _cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Nats summed over the labels that count; fp32, 0 where none does."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def fp32_islands(module: nn.Module) -> list[nn.Module]:

@@ -12,12 +12,15 @@ M rows (token, expert) that land on this rank's experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from train_example import fused
 from train_example.config import ModelConfig
 from train_example.dispatch import dispatch_experts
 from train_example.fused import swiglu
@@ -123,8 +126,13 @@ class Experts(nn.Module):
         gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w_gate_up, self.w_down))
         if not len(sizes) == counts.shape[0] == gate_up.shape[0]:
             raise ValueError(f"counts has {counts.shape[0]} entries, want one for each of the {gate_up.shape[0]} experts held here")
-        experts = _grouped if fits_grouped_mm(x, gate_up, down) else _one_by_one
-        return experts(x, gate_up, down, counts, sizes, self.limit, self.impl)
+        if fits_grouped_mm(x, gate_up, down):
+            return _grouped(x, gate_up, down, counts, self.activate)
+        return _one_by_one(x, gate_up, down, sizes, self.limit, self.impl)
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        """[M, 2I] -> [M, I]"""
+        return swiglu(gate_up, self.limit, self.impl)
 
 
 def fits_grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
@@ -133,14 +141,14 @@ def fits_grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     return x.is_cuda and bf16 and x.shape[0] > 0 and gate_up.shape[2] % 8 == 0 and down.shape[2] % 8 == 0
 
 
-def _grouped(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, sizes: list[int], limit: float, impl: str) -> Tensor:
+def _grouped(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
     """All experts in two grouped products. The last offset is M: grouped_mm leaves rows behind it unwritten."""
     ends = counts.cumsum(0).to(torch.int32)
-    hidden = swiglu(F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends), limit, impl)
+    hidden = activate(F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends))
     return F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
 
 
-def _one_by_one(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, sizes: list[int], limit: float, impl: str) -> Tensor:
+def _one_by_one(x: Tensor, gate_up: Tensor, down: Tensor, sizes: list[int], limit: float, impl: str) -> Tensor:
     out = []
     # unbind has one backward for all experts; indexing would make a gradient of the whole stack for each.
     for rows, w_in, w_out in zip(x.split(sizes), gate_up.unbind(), down.unbind()):
@@ -184,10 +192,10 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)
         chosen, weights = self.router(tokens, token_ids.flatten())
         dispatched = (tokens, chosen, weights, self.experts, self.num_experts, self.ep_group, self.impl)
-        if torch.compiler.is_compiling():  # the dispatch is no part of the graph, and nor would be what it calls
-            routed, counts = dispatch_experts(*dispatched)
-            return routed.view_as(x) + self.shared(x), counts
         shared: list[Tensor] = []
         halves = (lambda: shared.append(self.shared.hidden(x)), lambda: shared.append(self.shared.down(shared[0])))
-        routed, counts = dispatch_experts(*dispatched, meanwhile=halves)
+        routed, counts = dispatch_experts(*dispatched, meanwhile=halves, combine_rows=self.combine)
         return routed.view_as(x) + shared[1], counts
+
+    def combine(self, rows: Tensor, order: Tensor, place: Tensor, weights: Tensor) -> Tensor:
+        return fused.combine(rows, order, place, weights, self.impl)

@@ -37,7 +37,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from train_example.dispatch import RoutingTape
 from train_example.gradients import SumGradients
-from train_example.run_config import MHC_RECOMPUTE, ConfigError
+from train_example.run_config import ConfigError
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -247,15 +247,8 @@ def prefetch_layers(model: nn.Module, layers: list[list[nn.Module]], depth: int)
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:
-    """The units that are sharded, recomputed and compiled one by one: the layers and the MTP block."""
+    """The units that are sharded and recomputed one by one: the layers and the MTP block."""
     return [*model.layers, *model.mtp]
-
-
-def compiled_modules(model: nn.Module, recompute: str) -> list[nn.Module]:
-    """What --compile compiles: whole layers, or, where mHC is replayed, what lies between its ops: hc_recompute sees no compiled ones."""
-    if recompute not in MHC_RECOMPUTE:
-        return layer_modules(model)
-    return [part for layer in (*model.layers, *(block.layer for block in model.mtp)) for part in (layer.attn, layer.moe)]
 
 
 def moe_modules(model: nn.Module) -> list[nn.Module]:

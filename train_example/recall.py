@@ -12,6 +12,7 @@ Shape letters: B batch, S sequence, N heads, C channels of a head, E compressed 
 import argparse
 import csv
 import dataclasses
+import math
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ from train_example.attention import AttentionCore
 from train_example.data import IGNORE, Dataset, Text, find_files, write_default_text
 from train_example.optim import make_optimizer
 from train_example.parallel import Parallel, init_parallel, pick_device, shutdown
-from train_example.run_config import RunConfig
+from train_example.run_config import ConfigError, RunConfig
 from train_example.step import train_step
 from train_example.train import build_model
 
@@ -92,7 +93,7 @@ def indexer_recall(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -
             hook.remove()
         model.train()
     if not found or not sum(x.shape[1] for x in found):
-        raise ValueError("no query has more entries than index_topk to choose from; take longer sequences or a smaller index_topk")
+        raise ConfigError("no query has more entries than index_topk to choose from; take longer sequences or a smaller index_topk")
     recall, chance = torch.cat(found, 1).mean(1).tolist()
     return recall, chance
 
@@ -141,11 +142,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", default="", help="text file or folder; empty = the language reference that ships with Python")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "npu"))
     parser.add_argument("--out", type=Path, default=Path("runs/recall"), help="folder for recall.csv and recall.png")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.every < 1:
+        parser.error(f"argument --every: 1 or more, got {args.every}")
+    if not all(0 <= coefficient < math.inf for coefficient in args.coefficients):
+        parser.error(f"argument --coefficients: numbers of 0 or more, got {args.coefficients}")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    try:
+        follow_all(args)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out / 'recall.csv'}, {args.out / 'recall.png'}")
+    return 0
+
+
+def follow_all(args: argparse.Namespace) -> None:
+    """A training for each coefficient; writes the table and the picture."""
     run = RunConfig(steps=args.steps, seq_len=args.seq_len, batch=args.batch, seed=args.seed, eval_sequences=args.eval_sequences, device=args.device)
     parallel = init_parallel(pick_device(run.device), run.ep, run.startup_timeout, True)
     try:
@@ -168,8 +185,6 @@ def main(argv: list[str] | None = None) -> int:
         writer.writerow(["kl_coefficient", "step", "recall", "lm_loss", "chance"])
         writer.writerows([c, step, f"{r:.6f}", f"{loss:.6f}", f"{chance:.6f}"] for c, points in curves.items() for step, r, loss in points)
     draw(curves, chance, args.out / "recall.png")
-    print(f"{args.out / 'recall.csv'}, {args.out / 'recall.png'}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Sizes of the model are settings too: `--model tiny --model.hidden_size 128`, or 
 import argparse
 import dataclasses
 import difflib
-import json
 import math
 import os
 import re
@@ -19,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from train_example.config import PRESETS, ModelConfig
+from train_example.files import parse_json, table
 from train_example.hf_config import config_from_folder, config_to_hf
 
 IMPLS = ("auto", "eager", "triton")
 RESHARD = ("auto", "always", "never")
 MHC_RECOMPUTE = ("mhc", "cross-layer")
 RECOMPUTE = ("none", "layer", *MHC_RECOMPUTE)
+LONGEST_TIMEOUT = 31536000.0  # seconds; torch counts them in another unit, in which much more would not fit
 
 
 class ConfigError(ValueError):
@@ -80,7 +81,7 @@ class RunConfig:
     dtype: str = _setting("fp32", "of the forward's parameters; master weights, gradient sums and islands are fp32", ("fp32", "bf16"))
     impl: str = _setting("auto", "of the ops: Triton kernels, the eager reference, or kernels where there are some", IMPLS)
     deterministic: bool = _setting(False, "torch.use_deterministic_algorithms: same seed, same bits on an accelerator too")
-    compile: bool = _setting(False, "torch.compile each layer; with recompute = mhc or cross-layer its attention and its MoE")
+    compile: bool = _setting(False, "torch.compile for what is no kernel: routers and loss; in plain PyTorch also norms, RoPE, SwiGLU, mHC")
     recompute: str = _setting(
         "none",
         "what the backward pass computes again: layer = all of a layer; mhc = mHC's streams inside a layer; cross-layer = those of several",
@@ -124,8 +125,14 @@ class RunConfig:
             raise ConfigError("overwrite would delete the run that resume = latest is to go on with; leave one of them out")
         for item in dataclasses.fields(self):
             self._need(not isinstance(value := getattr(self, item.name), float) or math.isfinite(value), item.name, "a finite number")
+            self._need(type(value) is not int or abs(value) < 2**63, item.name, "below 2^63")
+            self._need(not isinstance(value, str) or "\0" not in value, item.name, "without a character 0")
         for name in ("seq_len", "batch", "accumulate", "steps", "log_every", "lr", "startup_timeout", "step_timeout", "adam_eps"):
             self._need(getattr(self, name) > 0, name, "a number above 0")
+        for name in ("startup_timeout", "step_timeout"):
+            self._need(getattr(self, name) <= LONGEST_TIMEOUT, name, f"at most {LONGEST_TIMEOUT:g} s, a year")
+        self._need(abs(self.nudge) < 2**31, "nudge", "below 2^31, or the sign of the weight would turn")
+        self._need(self.batch * self.seq_len < 2**31, "batch", f"fewer than 2^31 / seq_len = {2**31 // self.seq_len} sequences")
         for name in ("warmup_steps", "weight_decay", "min_lr", "balance", "seed", "prefetch"):
             self._need(getattr(self, name) >= 0, name, "0 or more")
         for name in ("beta1", "beta2"):
@@ -154,7 +161,7 @@ class RunConfig:
         if not self.profile:
             return range(0)
         start, colon, end = self.profile.partition(":")
-        if not (colon and start.isdigit() and end.isdigit() and int(start) < int(end)):
+        if not (colon and re.fullmatch("[0-9]{1,15}", start) and re.fullmatch("[0-9]{1,15}", end) and int(start) < int(end)):
             raise ConfigError(f"profile must be START:END with START < END, for example 5:8, got {self.profile!r}")
         return range(int(start), int(end))
 
@@ -167,11 +174,9 @@ class RunConfig:
 
 def from_dict(settings: dict[str, Any], source: str) -> RunConfig:
     """Build a RunConfig; `source` names the file or command line in error messages."""
-    settings = dict(settings)
-    model = settings.pop("model", {})
-    model = {"preset": model} if isinstance(model, str) else dict(model)
+    settings, model = _split(settings, source)
     preset = model.pop("preset", settings.pop("preset", "tiny"))
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"{source}: model preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     kwargs = _checked(RunConfig, settings, source, "")
     overrides = _checked(ModelConfig, model, source, "model.")
@@ -184,6 +189,16 @@ def from_dict(settings: dict[str, Any], source: str) -> RunConfig:
     except ConfigError:
         raise
     except ValueError as error:  # ModelConfig's own checks
+        raise ConfigError(str(error)) from error
+
+
+def _split(settings: Any, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Copies of the settings without `model`, and of those of the model."""
+    try:
+        settings = dict(table(settings, source))
+        model = settings.pop("model", {})
+        return settings, {"preset": model} if isinstance(model, str) else dict(table(model, f"{source}: model"))
+    except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
@@ -200,6 +215,8 @@ def _checked(cls: type, settings: dict[str, Any], source: str, prefix: str) -> d
             near = difflib.get_close_matches(key, types, n=1)
             raise ConfigError(f"{source}: unknown setting {prefix}{key}" + (f"; did you mean {prefix}{near[0]}?" if near else ""))
         want = types[key]
+        if type(value) is int and abs(value) >= 2**63:
+            raise ConfigError(f"{source}: {prefix}{key} must be below 2^63, got {str(value)[:25]}...")
         if want is float and type(value) is int:
             value = float(value)
         if typing.get_origin(want) is tuple:
@@ -219,10 +236,10 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"config file {path} does not exist")
     try:
         if file.suffix == ".toml":
-            return tomllib.loads(file.read_text())
+            return tomllib.loads(file.read_text(encoding="utf-8"))
         if file.suffix == ".json":
-            return json.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+            return parse_json(file.read_bytes(), "what it holds")
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"config file {path}: {error}") from error
     raise ConfigError(f"config file {path} must end in .json or .toml")
 
@@ -283,11 +300,8 @@ def parse(argv: list[str] | None = None) -> RunConfig:
     options = vars(parser().parse_args(argv))
     path = options.pop("config", None)
     settings = read_file(path) if path else {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"config file {path} must hold one table of settings")
     from_dict(settings, f"config file {path}")  # names the file in its own mistakes
-    model = settings.pop("model", {})
-    model = {"preset": model} if isinstance(model, str) else dict(model)
+    settings, model = _split(settings, f"config file {path}")
     if "preset" in options:
         model["preset"] = options.pop("preset")
     for key in [key for key in options if key.startswith("model.")]:

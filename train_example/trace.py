@@ -19,8 +19,8 @@ from __future__ import annotations
 import argparse
 import functools
 import gzip
-import json
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from train_example.files import parse_json
 
 STEP, PART = "train step ", "part: "
 # Ranges that torch opens itself
@@ -76,12 +78,9 @@ class StepSummary:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-def annotate_parts(model: nn.Module, compiled: bool = False) -> None:
-    """Give the parts of every layer a profiler range. Only what surrounds them if the layers are compiled: a range inside would break the graph."""
+def annotate_parts(model: nn.Module) -> None:
+    """Give the parts of every layer a profiler range."""
     for layer in (*model.layers, *(block.layer for block in model.mtp)):
-        if compiled:
-            _annotate(layer, "forward", "layer (compiled)")
-            continue
         _annotate(layer, "forward", "mHC")  # what the ranges inside leave over
         for norm in (layer.attn_norm, layer.moe_norm):
             _annotate(norm, "forward", "norms")
@@ -110,8 +109,16 @@ def _annotate(owner: Any, method: str, part: str) -> None:
 def read(path: Path) -> list[dict[str, Any]]:
     """Events of a Chrome trace, .json or .json.gz."""
     data = path.read_bytes()
-    events = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    return events["traceEvents"] if isinstance(events, dict) else events
+    if path.suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"damaged: {error}") from error
+    events = parse_json(data, "the trace")
+    events = events.get("traceEvents") if isinstance(events, dict) else events
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError("no Chrome trace: it holds no list of events")
+    return events
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Spans:
@@ -239,11 +246,18 @@ def queued_behind(work: list[Work]) -> list[float]:
 
 
 def summarize(events: list[dict[str, Any]]) -> list[StepSummary]:
-    """One summary for each step in the trace. ValueError for a trace without steps or without device work."""
+    """One summary for each step in the trace. ValueError for a trace without steps or without device work, or that torch did not write."""
+    try:
+        return _summaries(events)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no trace of torch's profiler: {error!r} in its events") from error
+
+
+def _summaries(events: list[dict[str, Any]]) -> list[StepSummary]:
     windows = {
         int(event["name"].removeprefix(STEP)): (event["ts"], event["ts"] + event["dur"])
         for event in events
-        if event.get("cat") == "user_annotation" and event["name"].startswith(STEP)
+        if event.get("cat") == "user_annotation" and event["name"].removeprefix(STEP).isdecimal() and event["name"].startswith(STEP)
     }
     everything = device_work(events)
     if not windows or not everything:
@@ -317,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     for file in files:
         try:
             steps = summarize(read(file))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             print(f"error: {file}: {error}", file=sys.stderr)
             return 2
         print(f"{file}\n{HEADER}")

@@ -24,6 +24,7 @@ from kernel_runtime import forbid_compile, interpreting
 from kernel_runtime.warmup import warmup
 from mhc_ops import RecomputePlan, plan
 from train_example import checkpoint, hf_checkpoint, metrics
+from train_example.compiled import compile_parts
 from train_example.data import Dataset, Text, find_files, write_default_text
 from train_example.model import DeepSeekV4, fp32_islands
 from train_example.optim import make_optimizer
@@ -32,7 +33,6 @@ from train_example.parallel import (
     broadcast_parameters,
     check_buffers_equal,
     check_experts,
-    compiled_modules,
     init_parallel,
     parallelize,
     pick_device,
@@ -70,17 +70,19 @@ def build_model(config: RunConfig, parallel: Parallel, fill: bool = True) -> nn.
 
     fill = False leaves the weights undefined, for a checkpoint to be loaded.
     """
+    try:
+        with torch.device("meta"):
+            model = DeepSeekV4(config.model, impl=config.impl)
+    except (RuntimeError, OverflowError) as error:  # more elements than a tensor can have
+        raise ConfigError(f"no tensor has room for these sizes of the model: {str(error).splitlines()[0]}") from error
     full_state = None
     if fill and parallel.rank == 0:
         torch.manual_seed(config.seed)
         full_state = DeepSeekV4(config.model, impl=config.impl).state_dict()
-    with torch.device("meta"):
-        model = DeepSeekV4(config.model, impl=config.impl)
     if config.recompute in MHC_RECOMPUTE:
         model.recompute_blocks = recompute_plan(config).blocks
     if config.compile:
-        for module in compiled_modules(model, config.recompute):
-            module.forward = torch.compile(module.forward)
+        compile_parts(model, config.impl, parallel.device)
     parallelize(model, fp32_islands(model), parallel, DTYPES[config.dtype], config.recompute, config.prefetch, config.reshard)
     model.to_empty(device=parallel.device)
     model.init_buffers(parallel.device)
@@ -206,7 +208,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     if config.nudge:
         nudge(model.head.weight, config.nudge)
 
-    log = metrics.MetricsLog(out, config.steps, progress["step"]) if parallel.rank == 0 else None
+    log = together(lambda: metrics.MetricsLog(out, config.steps, progress["step"]) if parallel.rank == 0 else None)
     if log:
         parameters = sum(param.numel() for param in model.parameters())
         where = f"{parallel.world} x {device.type}, ep {parallel.sparse.size(1)}"
@@ -222,7 +224,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     peak = metrics.peak_flops(device, config.dtype, config.peak_tflops)
     local_tokens = config.seq_len * config.batch * config.accumulate
     if config.profile:
-        annotate_parts(model, config.compile)
+        annotate_parts(model)
     trace = Trace(config.profile_range(), out / "traces", parallel)
     row: dict[str, Any] = {}
 
