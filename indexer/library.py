@@ -21,16 +21,24 @@ SEGMENT = 16384  # keys of one search for the K best; more keys are searched in 
 
 
 class Layout(NamedTuple):
-    """The options of both ops that say which blocks a query sees, in the order of their schemas."""
+    """The arguments of both ops that say which blocks a query sees, in the order of their schemas, whose tensors come first (replays)."""
 
-    cmp_ratio: int
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
-    q_offset: int  # 0 with q_offsets
     q_offsets: Tensor | None  # one a batch entry or document
+    cmp_ratio: int
+    q_offset: int  # 0 with q_offsets
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.q_offsets
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        return self.cmp_ratio, self.q_offset
 
 
-LAYOUT_SCHEMA = "SymInt cmp_ratio, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt q_offset, Tensor? q_offsets"
+LAYOUT_TENSORS, LAYOUT_NUMBERS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? q_offsets", "SymInt cmp_ratio, SymInt q_offset"
 
 
 def offset_of(q_offset: int, q_offsets: Tensor | None) -> int | Tensor:
@@ -81,11 +89,11 @@ def check_indexer(
     if not isinstance(q_offset, Tensor):
         if q_offset is not None:
             check_offset(op, "q_offset", q_offset, q.shape[-3])
-        return Layout(cmp_ratio, cu_seqlens_q, cu_seqlens_k, 0 if q_offset is None else q_offset, None)
+        return Layout(cu_seqlens_q, cu_seqlens_k, None, cmp_ratio, 0 if q_offset is None else q_offset)
     check_dtype(op, "q_offset", q_offset, (torch.int32,))
     check_shape(op, "q_offset", q_offset, [q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1])
     check_same(op, "q_offset", q_offset, q_name, q, dtype=False)
-    return Layout(cmp_ratio, cu_seqlens_q, cu_seqlens_k, 0, q_offset)
+    return Layout(cu_seqlens_q, cu_seqlens_k, q_offset, cmp_ratio, 0)
 
 
 def check_bool(op: str, name: str, value: object) -> None:

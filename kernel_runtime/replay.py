@@ -8,8 +8,8 @@ addresses in place. Of 50 us of host time a boundary of mHC keeps about half, wh
 What is compared before a replay, in one call of C: TensorGuards, which torch.compile's guards are made of, knows the tensors' metadata and
 what this thread does with torch (functorch, autocast, inference mode, the minus sign of a conjugate's view). Dispatch modes, profilers and
 Triton's settings are asked for besides. Whatever differs is an ordinary call, and so is what cannot be repeated: an operation of torch other
-than an allocation, a copy made by .contiguous(), a kernel that was not launched directly. `kernel_runtime.ops.replay_report` says which calls
-of a process are replayed, and why others are not.
+than an allocation or torch.zeros, a copy made by .contiguous(), a kernel that was not launched directly. `kernel_runtime.ops.replay_report`
+says which calls of a process are replayed, and why others are not.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ _RECORDING = threading.RLock()
 
 
 class Allocations(TorchDispatchMode):
-    """Keeps the tensors that were allocated; `other` names the first of anything else that is done with torch."""
+    """Keeps the tensors that were allocated, and which of them as zeros; `other` names the first of anything else that is done with torch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[torch.Tensor] = []
+        self.zeros: set[int] = set()  # ids of tensors
         self.other = ""
 
     @classmethod
@@ -62,8 +63,10 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in ALLOCATIONS:
+        if func.overloadpacket in ALLOCATIONS or func.overloadpacket is torch.ops.aten.zeros:
             self.tensors.append(out)
+            if func.overloadpacket is torch.ops.aten.zeros:
+                self.zeros.add(id(out))
         elif func.overloadpacket is not torch.ops.aten.detach:  # as which torch.empty comes back from under a mode
             self.other = self.other or str(func)
         return out
@@ -85,6 +88,7 @@ class Replay:
     def __init__(self, device: torch.device, made: list[Any], offsets: list[tuple[int, int]], starts: list[Start], results: list[Any]) -> None:
         self.device, self.index = device, device.index or 0  # a CPU has none: tests
         self.made = made  # (size, stride, dtype)
+        self.zeros: list[int] = []  # indices into `made`: what nothing has been launched for before
         self.offsets = offsets  # of further addresses: number of an address before, bytes after it
         self.starts, self.results = starts, results  # results: indices into `made`, None for an output that does not exist
         self.kernels: list[tuple[Any, Any]] = []  # with Triton's table of what it has compiled
@@ -112,6 +116,8 @@ class Replay:
         else:
             allocate = ALLOCATE[self.device.type]
             made = [allocate(size, stride, dtype) for size, stride, dtype in self.made]
+        for i in self.zeros:
+            made[i].zero_()
         addresses += [t.data_ptr() for t in made]
         for base, offset in self.offsets:
             addresses.append(addresses[base] + offset)
@@ -135,7 +141,11 @@ def record(launcher: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any,
             result = launcher(*arguments)
         inputs = [a for a in arguments if isinstance(a, torch.Tensor)]
         made = [t for t in allocations.tensors if t.numel()]
-        return result, f"it calls {allocations.other}" if allocations.other else _replay(inputs, made, launches, result)
+        if allocations.other:
+            return result, f"it calls {allocations.other}"
+        replay = _replay(inputs, made, launches, result)
+        replay.zeros = [i for i, t in enumerate(made) if id(t) in allocations.zeros]
+        return result, replay
     except _NotRepeatable as reason:
         return result, str(reason)
     finally:

@@ -13,10 +13,10 @@ FORMS = ("given", "sparse", "dense", "compressed", "marginal")
 
 
 def layout_of(case):
-    """The layout with an offset tensor, one a batch entry or document, and as the schema's arguments."""
+    """The layout with an offset tensor, one a batch entry or document; and as the schema's tensors and numbers."""
     kwargs = cases.layout(case)
     kwargs["q_offset"] = torch.arange(case.batch if case.documents is None else len(case.documents), dtype=torch.int32) + 3
-    return kwargs, (case.cmp_ratio, kwargs.get("cu_seqlens_q"), kwargs.get("cu_seqlens_k"), 0, kwargs["q_offset"])
+    return kwargs, (kwargs.get("cu_seqlens_q"), kwargs.get("cu_seqlens_k"), kwargs["q_offset"]), (case.cmp_ratio, 0)
 
 
 def index_inputs(case, dtype=torch.float32, **options):

@@ -49,6 +49,13 @@ def test_chunks_and_unsorted(kernel_device, monkeypatch, case, chunk):
     check_selection(case, kernel_device, inputs, query_chunk=chunk, sorted=chunk != 5)
 
 
+@pytest.mark.parametrize("case", [cases.SMALL[0], cases.SMALL[7]], ids=lambda c: c.name)
+def test_calls_that_come_again(kernel_device, case):
+    """From the third call on a GPU starts the launches over with new addresses."""
+    for seed in range(5 if kernel_device == "cuda" else 1):
+        check_selection(case, kernel_device, whole(cases.make_indexer(case, device=kernel_device, seed=seed)))
+
+
 @pytest.mark.parametrize("heads, dim", [(1, 16), (3, 10), (20, 64), (64, 128), (130, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_heads_channels_dtypes(kernel_device, monkeypatch, heads, dim, dtype):

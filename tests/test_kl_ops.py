@@ -68,11 +68,11 @@ def test_loss_compiled_eager_form():
 def test_loss_opcheck(case, dtype, form):
     inputs = index_inputs(case, dtype)
     indices, options = kl_options(case, form, dtype)
-    _, layout = layout_of(case)
-    constants = (indices, *(options.get(name) for name in ("teacher", "q", "cmp_kv", "lse", "scores")))
+    _, tensors, numbers = layout_of(case)
+    constants = (indices, *(options.get(name) for name in ("teacher", "q", "cmp_kv", "lse", "scores")), *tensors)
     for wanted in (True, False):
-        check_opcheck(kl_op.LOSS, (*inputs, *constants, 0.2, 0.7, options["target"], *layout, wanted, False, "eager"))
-    _, _, *grads = kl_op.LOSS(*inputs, *constants, 0.2, 0.7, options["target"], *layout, True, False, "eager")
+        check_opcheck(kl_op.LOSS, (*inputs, *constants, 0.2, 0.7, options["target"], *numbers, wanted, False, "eager"))
+    _, _, *grads = kl_op.LOSS(*inputs, *constants, 0.2, 0.7, options["target"], *numbers, True, False, "eager")
     check_opcheck(kl_op.BACKWARD, (*grads, torch.tensor(0.3, dtype=grads[1].dtype), 0.7, inputs[2].dtype, "eager"))
 
 

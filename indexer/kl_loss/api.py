@@ -111,9 +111,9 @@ def indexer_kl_loss(
             q_offset=q_offset, reduction=reduction, denominator=denominator, coefficient=coefficient,
         )  # fmt: skip
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q_index, k_index, weights))
-    constants = tuple(None if x is None else x.detach() for x in (indices, teacher, q, cmp_kv, lse, scores))
+    constants = tuple(None if x is None else x.detach() for x in (indices, teacher, q, cmp_kv, lse, scores, *layout.tensors))
     options = (reduction == "mean", denominator, coefficient)
-    rest = (scale, target, *layout, gradients, deterministic, how)
+    rest = (scale, target, *layout.numbers, gradients, deterministic, how)
     return apply_function(IndexerKLLoss, q_index, k_index, weights, *options, *constants, *rest)
 
 

@@ -3,15 +3,15 @@
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from indexer.library import LAYOUT_SCHEMA, OPS, eager_deterministic, offset_of
+from indexer.library import LAYOUT_NUMBERS, LAYOUT_TENSORS, OPS, eager_deterministic, offset_of
 from kernel_runtime import eager_call, eager_vjp, once_differentiable, register_specs
 from reference import indexer as scores_reference
 from reference import indexer_loss as reference
 
 
 def _loss(
-    q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scores, softmax_scale, factor, target,
-    cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset, q_offsets, gradients, deterministic,
+    q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scores, cu_seqlens_q, cu_seqlens_k, q_offsets, softmax_scale, factor, target,
+    cmp_ratio, q_offset, gradients, deterministic,
 ):  # fmt: skip
     found = []  # scores are not taken: the gradients need the products that they come from
 
@@ -34,7 +34,7 @@ def _loss(
     return found[0].detach() * factor, found[1], *grads
 
 
-def _fake_loss(q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scores, softmax_scale, factor, target, *options):
+def _fake_loss(q_index, k_index, weights, *options):
     dtype = torch.float64 if q_index.dtype == torch.float64 else torch.float32
     device, gradients = q_index.device, options[-2]
     total, count = torch.empty((), dtype=dtype, device=device), torch.empty((), dtype=torch.int32, device=device)
@@ -46,8 +46,8 @@ def _fake_loss(q_index, k_index, weights, indices, teacher, q, cmp_kv, lse, scor
 # dtype, of k_index and weights in fp32 (fp64 for fp64), or three empty tensors without `gradients`.
 LOSS = OPS.register(
     "indexer_kl_loss(Tensor q_index, Tensor k_index, Tensor weights, Tensor? indices, Tensor? teacher, Tensor? q, Tensor? cmp_kv,"
-    f" Tensor? lse, Tensor? scores, float softmax_scale, float factor, str target, {LAYOUT_SCHEMA}, bool gradients, bool deterministic, str impl)"
-    " -> (Tensor total, Tensor count, Tensor dq_index, Tensor dk_index, Tensor dweights)",
+    f" Tensor? lse, Tensor? scores, {LAYOUT_TENSORS}, float softmax_scale, float factor, str target, {LAYOUT_NUMBERS}, bool gradients,"
+    " bool deterministic, str impl) -> (Tensor total, Tensor count, Tensor dq_index, Tensor dk_index, Tensor dweights)",
     fake=_fake_loss,
     eager=_loss,
     triton="indexer.kl_loss.fwd:indexer_kl_loss_fwd",
@@ -87,7 +87,7 @@ BACKWARD = OPS.register(
     eager=_scale,
     triton="indexer.kl_loss.bwd:indexer_kl_loss_bwd",
 )
-run_loss = eager_call(LOSS)
+run_loss = eager_call(LOSS, replay=True)
 run_backward = eager_call(BACKWARD, replay=True)
 register_specs("indexer.kl_loss", "indexer.kl_loss.bwd:specs")
 
@@ -100,7 +100,7 @@ class IndexerKLLoss(torch.autograd.Function):
         on_device = isinstance(denominator, torch.Tensor) or (mean and denominator is None)
         # a factor that is known on the host goes into the op, which saves launches
         ctx.factor, scale = 1.0 if on_device else coefficient / (1 if denominator is None else denominator), None
-        loss, count, *grads = run_loss(q_index, k_index, weights, *args[:7], ctx.factor, *args[7:])  # 7: up to softmax_scale
+        loss, count, *grads = run_loss(q_index, k_index, weights, *args[:10], ctx.factor, *args[10:])  # 10: up to softmax_scale
         if on_device:
             denominator = count.clamp(min=1) if denominator is None else denominator
             scale = (torch.full_like(loss, coefficient) / denominator).to(loss.dtype)

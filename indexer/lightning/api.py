@@ -71,4 +71,5 @@ def lightning_indexer(
             reference.lightning_indexer, q, k, weights, topk, cmp_ratio=cmp_ratio, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             q_offset=q_offset,
         )  # fmt: skip
-    return apply_function(LightningIndexer, q, k, weights, topk, *layout, sorted, query_chunk or 0, deterministic, how)
+    options = (topk, *layout.numbers, sorted, query_chunk or 0)
+    return apply_function(LightningIndexer, q, k, weights, *layout.tensors, *options, deterministic, how)
