@@ -197,3 +197,20 @@ def test_backward_scales_as_the_reference_does(kernel_device):
         for weights_dtype in {torch.float32, dtype}:
             for got, want in zip(indexer_kl_loss_bwd(*grads, dloss, 0.7, weights_dtype), _scale(*grads, dloss, 0.7, weights_dtype)):
                 assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def test_sum_over_more_rows_than_a_block(kernel_device, monkeypatch):
+    """The one program that adds the rows up walks over blocks of them: loss and number, the last block short."""
+    from indexer.kl_loss import fwd
+
+    monkeypatch.setattr(fwd, "TOTAL_ROWS", 64)
+    fwd.total_spec.cache_clear()
+    try:
+        rows = torch.rand(150, device=kernel_device)
+        counted = torch.randint(0, 2, (150,), dtype=torch.int32, device=kernel_device)
+        total, count = torch.full((), torch.nan, device=kernel_device), torch.full((), -1, dtype=torch.int32, device=kernel_device)
+        fwd.total_spec().launch((1,), rows, counted, total, count, 0.5, 150)
+        torch.testing.assert_close(total.double(), 0.5 * rows.double().sum(), rtol=1e-6, atol=0)
+        assert count == counted.sum()
+    finally:
+        fwd.total_spec.cache_clear()
