@@ -101,6 +101,7 @@ def test_every_part_has_its_words(filled):
 
 def test_no_folder(filled, monkeypatch, tmp_path):
     assert messages((filled[0], tmp_path / "none"), monkeypatch)[0] == f"there is no folder {tmp_path / 'none'}"
+    assert not (tmp_path / "none").exists()
 
 
 def modules(folder):
