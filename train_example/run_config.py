@@ -216,7 +216,7 @@ def _checked(cls: type, settings: dict[str, Any], source: str, prefix: str) -> d
             raise ConfigError(f"{source}: unknown setting {prefix}{key}" + (f"; did you mean {prefix}{near[0]}?" if near else ""))
         want = types[key]
         if type(value) is int and abs(value) >= 2**63:
-            raise ConfigError(f"{source}: {prefix}{key} must be below 2^63, got {str(value)[:25]}...")
+            raise ConfigError(f"{source}: {prefix}{key} must be below 2^63, got a number of {value.bit_length()} bits")
         if want is float and type(value) is int:
             value = float(value)
         if typing.get_origin(want) is tuple:
