@@ -171,3 +171,15 @@ def test_broken_line_in_the_middle_is_an_error(tmp_path):
     path.write_text('{"step": 1, "lo\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 1 is not JSON"):
         metrics.read_metrics(path)
+
+
+def test_every_epoch_shifts_its_windows(tmp_path):
+    """A text in which a token is its own position: windows of an epoch lie side by side, and elsewhere than those of other epochs."""
+    (tmp_path / "text").write_bytes(bytes(range(250)))
+    data = Dataset(Text([tmp_path / "text"]), 20, 0.2, seed=0)
+    shifts = set()
+    for epoch in range(6):
+        starts = sorted(int(data.sequence(epoch * data.windows + i)[0]) for i in range(data.windows))
+        assert starts == [starts[0] + 20 * i for i in range(data.windows)] and starts[-1] + 20 < data.train_tokens
+        shifts.add(starts[0])
+    assert len(shifts) > 3

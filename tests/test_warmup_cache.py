@@ -290,6 +290,7 @@ def test_foreign_fallback_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
     good, _ = cache.fallback_folder(Path("/somewhere"))
     assert good is not None and good.parent == tmp_path and good.stat().st_mode & 0o777 == 0o700
-    good.chmod(0o777)
-    other, _ = cache.fallback_folder(Path("/somewhere"))
-    assert other is None or other.parent != tmp_path
+    for mode in (0o777, 0o770, 0o702):
+        good.chmod(mode)
+        other, _ = cache.fallback_folder(Path("/somewhere"))
+        assert other is None or other.parent != tmp_path, oct(mode)
