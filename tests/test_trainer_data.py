@@ -169,7 +169,7 @@ def test_metrics_behind_the_checkpoint_are_dropped(tmp_path):
 def test_broken_line_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "lo\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="line 1 is not JSON"):
+    with pytest.raises(ValueError, match="line 1 is damaged"):
         metrics.read_metrics(path)
 
 
