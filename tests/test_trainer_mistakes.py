@@ -12,10 +12,13 @@ from indexer import indexer_kl_loss
 from sparse_attn import sparse_attn_shared_kv
 from tests.trainer_util import SMALL, plain_model, run_config, tokens
 from train_example import model as model_module
+from train_example.metrics import read_metrics
 from train_example.model import Embedding
 from train_example.moe import hash_table
-from train_example.parallel import moe_modules
+from train_example.optim import make_optimizer
+from train_example.parallel import moe_modules, shutdown
 from train_example.step import balance_routers
+from train_example.train import train
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 17])
@@ -125,3 +128,25 @@ def test_gradient_of_a_frequent_token_is_not_summed_in_bf16():
     out.sum().backward()
     assert embed.weight.grad is not None
     assert embed.weight.grad[:, 0].tolist() == [4096, 0, 1], "4095 rounds to 4096"
+
+
+def test_weight_decay_spares_what_is_no_matrix_or_an_island():
+    config = run_config(weight_decay=0.1)
+    model = plain_model(config)
+    decayed = {id(p) for group in make_optimizer(model, config).param_groups if group["weight_decay"] for p in group["params"]}
+    spared = ("fn", "base", "scale", "sinks", "position_bias", "norm.weight", "router.weight")
+    for name, parameter in model.named_parameters():
+        assert (id(parameter) in decayed) == (not name.endswith(spared)), name
+
+
+def test_gradients_below_the_limit_are_not_clipped(tmp_path):
+    """Nor made larger: a limit that is never reached and none give the same bits."""
+    rows = []
+    for clip in (-1.0, 1e9):
+        out = tmp_path / str(clip)
+        try:
+            train(run_config(out=str(out), clip=clip, steps=2, adam_eps=1e-3))
+        finally:
+            shutdown()
+        rows.append([(row["loss"], row["grad_norm"]) for row in read_metrics(out / "metrics.jsonl")])
+    assert len(rows[0]) == 2 and rows[0] == rows[1]
