@@ -12,6 +12,7 @@ from sparse_attn.shared_kv.core import (
     store_rows,
     tile_rows,
     used_slots_ascend,
+    zero_tile,
 )
 
 
@@ -68,20 +69,16 @@ def dq_task(
     do0 = load_rows(dout, heads, on, d, D, EVEN)
     delta = tl.sum(do0.to(tl.float32) * load_rows(out, heads, on, d, D, EVEN).to(tl.float32), 1)
     q0 = load_rows(q, heads, on, d, D, EVEN)
-    acc0 = tl.zeros([BH, BD], tl.float32)
+    acc0 = zero_tile(task, BH, BD, ASCEND)
     if HALVES == 2:
         do1 = load_rows(dout, heads, on, BD + d, D, EVEN)
         delta += tl.sum(do1.to(tl.float32) * load_rows(out, heads, on, BD + d, D, EVEN).to(tl.float32), 1)
         q1 = load_rows(q, heads, on, BD + d, D, EVEN)
-        acc1 = tl.zeros([BH, BD], tl.float32)
+        acc1 = zero_tile(task, BH, BD, ASCEND)
     else:
         do1 = do0
         q1 = q0
-        acc1 = tl.zeros([BH, 1], tl.float32)
-    if ASCEND:
-        # a zero that the compiler does not know: ascendnpu-ir 1.0.0 crashes where a product's accumulator starts as a constant
-        acc0 += scale - scale
-        acc1 += scale - scale
+        acc1 = zero_tile(task, BH, 1, ASCEND)
     tl.store(delta_out + heads, delta, mask=on)
     lse2 = tl.load(lse + heads, mask=on, other=float("inf")) * 1.4426950408889634
     slot_row = local * slots

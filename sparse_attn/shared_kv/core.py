@@ -18,6 +18,17 @@ def store_rows(x, rows, on, d, value, D: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def zero_tile(task, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ASCEND: tl.constexpr):
+    """Zeros in which a task adds up. On Ascend they depend on the task as far as the compiler can tell: it moves a constant tile out of the
+    loop over tasks, where it takes unified buffer beside the accumulator for as long as the kernel runs (ascendnpu-ir 1.0.0, whose plan is not
+    the same each time, then lacked some for the forward in a few of a hundred compilations), and 1.0.0 crashes where a product starts from one."""
+    if ASCEND:
+        return tl.full([ROWS, COLUMNS], task * 0.0, tl.float32)
+    else:
+        return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
 def range_rows(begin, key, end):
     """Rows key + (0, 1, ...) of a range, 0 past its end, and whether they are in it."""
     seen = key < end

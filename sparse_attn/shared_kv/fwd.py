@@ -19,7 +19,7 @@ import triton.language as tl
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.core import load_ranges, load_rows, range_rows, selected_rows, store_rows, tile_rows, used_slots_ascend
+from sparse_attn.shared_kv.core import load_ranges, load_rows, range_rows, selected_rows, store_rows, tile_rows, used_slots_ascend, zero_tile
 from sparse_attn.shared_kv.places import places_of
 from sparse_attn.shared_kv.used import used_of
 
@@ -69,10 +69,10 @@ def forward_task(
     heads = row * N + h
     on = h < N
     q0 = load_rows(q, heads, on, d, D, EVEN)
-    acc0 = tl.zeros([BH, BD], tl.float32)
+    acc0 = zero_tile(task, BH, BD, ASCEND)
     if HALVES == 2:
         q1 = load_rows(q, heads, on, BD + d, D, EVEN)
-        acc1 = tl.zeros([BH, BD], tl.float32)
+        acc1 = zero_tile(task, BH, BD, ASCEND)
     else:
         q1 = q0
         acc1 = tl.zeros([BH, 1], tl.float32)
