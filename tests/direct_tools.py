@@ -40,6 +40,15 @@ def kernels(tmp_path_factory):
     return tmp_path_factory.mktemp("kernels")
 
 
+def forget(modules):
+    """Specs that were asked already whether they can be launched directly, and kernels of another driver"""
+    for value in [value for name in modules for value in vars(importlib.import_module(name)).values()]:
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+        if hasattr(value, "device_caches"):
+            value.device_caches.clear()
+
+
 @pytest.fixture
 def driver(monkeypatch, kernels):
     from triton.backends.compiler import GPUTarget
@@ -50,24 +59,14 @@ def driver(monkeypatch, kernels):
     monkeypatch.setattr(direct, "supported", lambda: True)
     monkeypatch.setattr(direct, "_device", lambda: 0, raising=False)
     monkeypatch.setattr(direct, "_stream", lambda device: 0)
-    modules = [importlib.import_module(f"mhc_ops.{name}.{part}") for name in FOLDERS for part in ("fwd", "bwd")]
-    values = [v for m in modules for v in vars(m).values()]
-
-    def forget():
-        """Specs that were asked already whether they can be launched directly, and kernels of another driver"""
-        for value in values:
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
-            if hasattr(value, "device_caches"):
-                value.device_caches.clear()
-
-    forget()
+    modules = [f"mhc_ops.{name}.{part}" for name in FOLDERS for part in ("fwd", "bwd")]
+    forget(modules)
     with fake_driver(GPUTarget("cuda", 90, 32)) as driver:
         functions = itertools.count(1)
         driver.load_binary = lambda *args: (object(), next(functions), 32, 0, 1024)
         driver.launcher_cls = lambda src, metadata: Launcher(driver.launches)
         yield driver
-    forget()
+    forget(modules)
 
 
 def boundary(tokens, pre_mix):

@@ -1,6 +1,5 @@
 """Replays of the indexer's forwards: the third call of a kind starts the same launches with its own addresses, and new zeros."""
 
-import importlib
 import re
 
 import pytest
@@ -8,12 +7,13 @@ import torch
 
 from kernel_runtime import interpreting, replay
 from reference.cases import indexer as cases
-from tests.direct_tools import Calls
+from tests.direct_tools import Calls, forget
 from tests.kl_util import make
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing is launched")
 
-MODULES = ("core", "gradients", "places", "kl_loss.fwd", "kl_loss.slots", "kl_loss.dense", "lightning.fwd", "lightning.topk")
+FILES = ("core", "gradients", "places", "kl_loss.fwd", "kl_loss.slots", "kl_loss.dense", "lightning.fwd", "lightning.topk")
+MODULES = tuple(f"indexer.{name}" for name in FILES)
 SIZES = dict(q_offset=9, heads=2, head_dim=16, topk=4, attn_heads=2, attn_dim=16)
 CASES = {"BSND": cases.IndexerCase("BSND", batch=2, seq=3, **SIZES), "TND": cases.IndexerCase("TND", documents=(3, 2), **SIZES)}
 
@@ -21,18 +21,9 @@ CASES = {"BSND": cases.IndexerCase("BSND", batch=2, seq=3, **SIZES), "TND": case
 @pytest.fixture
 def calls(driver, monkeypatch):
     """Calls of launchers with a driver that records in place of starting; specs are made anew, as they know whether launches are direct."""
-    values = [v for name in MODULES for v in vars(importlib.import_module(f"indexer.{name}")).values()]
-
-    def forget():
-        for value in values:
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
-            if hasattr(value, "device_caches"):
-                value.device_caches.clear()
-
-    forget()
+    forget(MODULES)
     yield Calls(driver, monkeypatch)
-    forget()
+    forget(MODULES)
 
 
 def loss_arguments(case, form, deterministic=False, gradients=True):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from tests.test_trainer_newcomer import arguments
 from train_example import compare, compare_fixed, trace
 from train_example.config import TINY
-from train_example.hf_checkpoint import check_target
-from train_example.hf_config import config_from_folder, config_to_hf
+from train_example.hf_checkpoint import _Folder, check_target
+from train_example.hf_config import INDEX, config_from_folder, config_to_hf
 from train_example.run_config import ConfigError, RunConfig
 from train_example.train import build_model, main
 
@@ -181,3 +181,18 @@ def test_export_over_something_else(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match="is no checkpoint that this trainer wrote"):
         check_target(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        ({"weight_map": ["model.norm.weight"]}, "weight_map must hold a table"),
+        ({"weight_map": {"model.norm.weight": 3}}, "model.norm.weight is to be in 3, which is no name of a file beside it"),
+        ({"weight_map": {"model.norm.weight": "../other.safetensors"}}, "model.norm.weight is to be in .*, which is no name of a file beside it"),
+        ({}, "weight_map must hold a table"),
+    ],
+)
+def test_damaged_index_of_an_import(tmp_path, content, pattern):
+    (tmp_path / INDEX).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"{INDEX} is damaged: {pattern}"):
+        _Folder(tmp_path)
