@@ -10,12 +10,13 @@ loaded anew as soon as its dq is done, while warpgroup 2 still works. q and dO a
 the last dKV of this one is made. Why tiles of 64: products of 32 keys read their other operand from shared memory twice as often, and
 shared memory was what the kernel waited for.
 
-dKV leaves from the registers of the product, with no exchange between threads: 16 bytes a thread, 64 a key. A thread's channels lie 8
-apart, so rows are written in an order of their own (lanes_in_order), which bwd_cast.py undoes in the end. Two forms:
+dKV and dq leave from the registers of the product, which the lanes of a warp exchange in shuffles. dKV: 16 bytes a thread, whole lines of
+128 bytes a key. A thread's channels lie 8 apart, so rows are written in an order of their own (lines_of), which bwd_cast.py undoes in the
+end. Two forms:
     fast            vector additions into fp32 [keys, D]. Not bit-stable.
     deterministic   16-bit partial rows [groups of heads, queries, slots, D], no atomics; then owner_sum.py
 
-Shared memory at D = 512, 209 KB: q 64, dO 64, keys 64, P and dZ 8 each. dq is staged in the keys' tile.
+Shared memory at D = 512, 209 KB: q 64, dO 64, keys 64, P and dZ 8 each.
 
 Barriers, one a part where a list is named:
     q_full, do_full, k_full    128 arrivals: each producer thread's own cp.async group
@@ -38,7 +39,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from sparse_attn.shared_kv.hopper.bwd_copy import BN, load_order, part_of, producer, task_of
-from sparse_attn.shared_kv.hopper.core import copy_layout_for, head_pointers, new_barrier, store_heads, tile_keys
+from sparse_attn.shared_kv.hopper.core import copy_layout_for, head_pointers, new_barrier, tile_keys
 
 
 @gluon.jit
@@ -73,6 +74,40 @@ def row_delta(out, do_s, do_full, phase, row, group, z, N: gl.constexpr, D: gl.c
         o0 = load_out(ptrs, on, N)
         o1 = load_out(ptrs + PART, on, N)
         return product_sum(o0, do_s, do_full[0], phase, z, layout) + product_sum(o1, do_s, do_full[1], phase, z + 1, layout)
+
+
+@gluon.constexpr_function
+def turned(PART, step):
+    """A product's layout [64, PART] after `step` exchanges between the 4 lanes of a row and a thread's registers: after two, a thread holds 8
+    channels side by side and the lanes 32 of them, 64 bytes. Each is one transposition, for which Triton shuffles; both at once would go
+    through shared memory."""
+    low = [[0, 1], [0, 8], [0, 16]]
+    lanes = [[0, 2], [0, 4]]
+    if step >= 1:
+        low[1], lanes[0] = lanes[0], low[1]
+    if step >= 2:
+        low[2], lanes[1] = lanes[1], low[2]
+    high = [[0, 1 << i] for i in range(5, PART.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*low, *high, [8, 0]], lane_bases=[*lanes, [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]], block_bases=[],
+        shape=[64, PART],
+    )
+
+
+@gluon.jit
+def store_part(x, value, row, group, j: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
+    """Part j of the channels of 64 heads from a product's accumulator to x [rows, N, D]."""
+    PART: gl.constexpr = part_of(D)
+    layout: gl.constexpr = turned(PART, 2)
+    value = gl.convert_layout(gl.convert_layout(value.to(x.dtype.element_ty), turned(PART, 0)), turned(PART, 1))
+    value = gl.convert_layout(value, layout)
+    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
+    ptrs = x + (row.to(gl.int64) * N + group * 64) * D + j * PART + h[:, None] * D + d[None, :]
+    if N % 64 == 0:
+        gl.store(ptrs, value)
+    else:
+        gl.store(ptrs, value, mask=(group * 64 + h < N)[:, None])
 
 
 @gluon.jit
@@ -135,30 +170,23 @@ def dq_consumer(
                 z_s.store(dz.to(dtype))
                 fence_async_shared()
                 mbarrier.arrive(z_full, count=1)
-            more = i + 1 < num_tiles
             acc0 = warpgroup_mma(z_s, k_s.index(z + OWN * X), acc0, is_async=True)
             if OWN == 2:
                 acc1 = warpgroup_mma(z_s, k_s.index(z + 2 * X + 1), acc1, is_async=True)
                 acc0, acc1 = warpgroup_mma_wait(1, deps=[acc0, acc1])
-                mbarrier.arrive(k_empty[2 * X], count=1, pred=more)
+                mbarrier.arrive(k_empty[2 * X], count=1)
                 acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
             else:
                 acc0 = warpgroup_mma_wait(0, deps=[acc0])
-            mbarrier.arrive(k_empty[OWN * X + OWN - 1], count=1, pred=more)
+            mbarrier.arrive(k_empty[OWN * X + OWN - 1], count=1)
             if X == 0:
                 mbarrier.arrive(z_empty, count=1)
             phase = phase ^ 1
         for j in gl.static_range(PARTS):
             mbarrier.arrive(q_empty[j], count=1)
-        # Stage dq in this warpgroup's parts of the last tile and only then give them back: nobody else reads them any more
-        z = num_tiles * zero
-        k_s.index(z + OWN * X).store(acc0.to(dtype))
-        store_heads(dq, k_s.index(z + OWN * X), row, group, OWN * X * PART, N, D, PART)
-        mbarrier.arrive(k_empty[OWN * X], count=1)
+        store_part(dq, acc0, row, group, OWN * X, N, D)
         if OWN == 2:
-            k_s.index(z + 2 * X + 1).store(acc1.to(dtype))
-            store_heads(dq, k_s.index(z + 2 * X + 1), row, group, (2 * X + 1) * PART, N, D, PART)
-            mbarrier.arrive(k_empty[2 * X + 1], count=1)
+            store_part(dq, acc1, row, group, 2 * X + 1, N, D)
         q_phase = q_phase ^ 1
 
 
@@ -182,11 +210,22 @@ def row_layout(GROUP):
     )
 
 
+@gluon.constexpr_function
+def line_layout(GROUP):
+    """row_layout with 8 lanes a row in place of 4, so that a store is whole lines: a row's bit of the lane for a bit of the registers."""
+    regs = [[0, 1], [0, 2], [4, 0], [0, 32], [8, 0]] if GROUP == 4 else [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]]
+    return gl.DistributedLinearLayout(
+        reg_bases=regs, lane_bases=[[0, GROUP], [0, 2 * GROUP], [1, 0], [2, 0], [0, 4 * GROUP]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 64],
+    )
+
+
 @gluon.jit
 def lanes_in_order(v, GROUP: gl.constexpr):
-    """[keys, 64 channels] with a thread's channels side by side, GROUP of them 16 bytes: channel (r, j, lane, e) goes to (r, lane, j, e)."""
+    """[keys, 64 channels] of a product in line_layout. A thread's channels come side by side, GROUP of them 16 bytes: channel (r, j, lane, e)
+    goes to (r, lane, j, e), which exchanges nothing; then one exchange between lanes and registers."""
     v = v.reshape([64, 16 // GROUP, GROUP // 2, 4, 2]).permute((0, 1, 3, 2, 4))
-    return gl.convert_layout(v.reshape([64, 64]), row_layout(GROUP))
+    return gl.convert_layout(gl.convert_layout(v.reshape([64, 64]), row_layout(GROUP)), line_layout(GROUP))
 
 
 @gluon.jit
@@ -203,7 +242,7 @@ def dkv_consumer(
     v_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     t_layout: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
     v_zero = gl.zeros([BN, 64], gl.float32, layout=v_layout)
-    out_layout: gl.constexpr = row_layout(GROUP)
+    out_layout: gl.constexpr = line_layout(GROUP)
     n = gl.arange(0, BN, layout=gl.SliceLayout(1, out_layout))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, out_layout))
     phase = 0
