@@ -1,10 +1,9 @@
-"""hc_post_pre forward: three launches.
+"""hc_post_pre forward: three launches. On sm_90 the two of mhc_ops/hopper, where they cover the call (`hopper.takes`, and no pre_mix), elsewhere:
 
 1. the new streams (post/core.py) beside the split of fn, so that the split costs no launch of its own; with pre_mix, which is known
    beforehand, y is made here too, while the streams are on the chip;
 2. the projection of the new streams;
 3. gates and collapse (pre/fwd.py); with pre_mix gates alone.
-Reading the streams once for 1 and 2 was tried in several forms and lost: see mhc_ops/NOTES.md.
 """
 
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import triton.language as tl
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from kernel_runtime.workspace import Scratch
+from mhc_ops import hopper
 from mhc_ops.library import mix_columns
 from mhc_ops.post.core import expand_program
 from mhc_ops.post.fwd import block_d
@@ -90,9 +90,13 @@ def post_pre_fwd(
     pre_mix = None if pre_mix is None else pre_mix.contiguous()
     n, d = x.shape[-2:]
     m, k = fn.shape
-    streams, y = torch.empty_like(x), torch.empty_like(f)
     part: Scratch
     tokens, part, split = x.numel() // k, base, 0
+    if tokens and pre_mix is None and hopper.takes(x, f, post, comb, aligned=hopper.FORWARD_ALIGNED):
+        from mhc_ops.hopper.fwd import boundary_fwd
+
+        return boundary_fwd(f, x, post, comb, fn, scale, base, iters, hc_eps, norm_eps, convention)
+    streams, y = torch.empty_like(x), torch.empty_like(f)
     if tokens:
         device, dtype = x.device, x.dtype
         plan = project_plan(device, dtype, m, k, tokens)
@@ -117,3 +121,7 @@ def forward_specs(shape: ModelShape) -> Iterator[Spec]:
         for pre_mix in (False, True):
             yield expand_split_spec(dtype, n, d, pre_mix, npu)
             yield gates_collapse_spec(dtype, n, d, shape.sinkhorn_iters, "v4", pre_mix, not pre_mix, npu)
+    if hopper.has_gluon() and hopper.covers(dtype, n, d, hopper.FORWARD_ALIGNED):
+        from mhc_ops.hopper.fwd import specs as hopper_specs
+
+        yield from hopper_specs(d, shape.sinkhorn_iters)

@@ -7,7 +7,8 @@ from functools import cache
 import torch
 
 TRITON_VERSIONS = ("3.6",)  # Gluon is experimental: it has changed between releases
-STREAMS, ALIGNED = 4, 64  # N, and what D must be a multiple of
+STREAMS = 4  # N
+ALIGNED, FORWARD_ALIGNED = 64, 256  # what D must be a multiple of: columns of a program
 
 
 def has_gluon() -> bool:
@@ -16,9 +17,9 @@ def has_gluon() -> bool:
     return triton.__version__.startswith(tuple(f"{v}." for v in TRITON_VERSIONS))
 
 
-def covers(dtype: torch.dtype, n: int, d: int) -> bool:
-    """Whether there are kernels for such streams"""
-    return dtype == torch.bfloat16 and n == STREAMS and d % ALIGNED == 0
+def covers(dtype: torch.dtype, n: int, d: int, aligned: int = ALIGNED) -> bool:
+    """Whether there are kernels for such streams: those of the backward pass, with FORWARD_ALIGNED those of the forward pass"""
+    return dtype == torch.bfloat16 and n == STREAMS and d % aligned == 0
 
 
 @cache
@@ -28,9 +29,9 @@ def _on_device(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def takes(x: torch.Tensor, *others: torch.Tensor) -> bool:
+def takes(x: torch.Tensor, *others: torch.Tensor, aligned: int = ALIGNED) -> bool:
     """Whether the kernels here run for streams x: the one place where they and the portable ones part. Device, dtype, N and D decide, and that
     every tensor lies at a multiple of 16 bytes, as copies of 16 bytes want it."""
-    if not (x.is_cuda and covers(x.dtype, *x.shape[-2:]) and _on_device(x.device)):
+    if not (x.is_cuda and covers(x.dtype, *x.shape[-2:], aligned) and _on_device(x.device)):
         return False
     return not any(t.data_ptr() % 16 for t in (x, *others))

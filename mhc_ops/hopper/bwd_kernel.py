@@ -35,6 +35,7 @@ from mhc_ops.hopper.core import (
     copy_streams,
     load_streams,
     mixed,
+    new_barrier,
     new_coefficients,
     tile_layout,
     warp_bases,
@@ -216,7 +217,7 @@ def consumer(
             g3 = through_fn(dp, ws.index(3), BN, W)
             post = columns_of_four(posts.index(stage).load(coefficient_layout(W, 4)), V)
             pre = columns_of_four(pres.index(stage).load(coefficient_layout(W, 4)), V)
-            comb = comb_rows(combs.index(stage), W, V)
+            comb = comb_rows(combs.index(stage).load(coefficient_layout(W, 16)), V)
             x_tile = xs.index(stage)
             f_tile = fs.index(stage)
             x0, x1, x2, x3 = load_streams(x_tile, tile)
@@ -287,9 +288,9 @@ def boundary_bwd_kernel(
         gl.allocate_shared_memory(bf16, [STAGES, 16, BN], rows),
         gl.allocate_shared_memory(bf16, [STAGES, 16, BN], rows),
         gl.allocate_shared_memory(bf16, [STAGES, 32, L], gl.NVMMASharedLayout(64, 16)),
-        new_coefficients(STAGES, 16),
-        new_coefficients(STAGES, 4),
-        new_coefficients(STAGES, 4),
+        new_coefficients(STAGES, TOKENS, 16),
+        new_coefficients(STAGES, TOKENS, 4),
+        new_coefficients(STAGES, TOKENS, 4),
         gl.allocate_shared_memory(gl.float32, [STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     # s in four allocations: stores to parts of one are parted by barriers
@@ -312,11 +313,3 @@ def boundary_bwd_kernel(
         [PRODUCER_WARPS],
         [PRODUCER_REGISTERS],
     )
-
-
-@gluon.jit
-def new_barrier(count: gl.constexpr):
-    # one allocation a barrier: the compiler parts accesses to elements of one by barriers
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=count)
-    return bar

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 TOKENS = gl.constexpr(16)  # of a tile
 
@@ -44,8 +44,8 @@ def coefficient_layout(W, n):
 
 @gluon.jit
 def columns_of_four(m, V: gl.constexpr):
-    """The columns of [16, 4] as four vectors [16] in layout V"""
-    even, odd = gl.split(gl.reshape(m, [16, 2, 2]))
+    """The columns of [R, 4] as four vectors [R] in layout V"""
+    even, odd = gl.split(gl.reshape(m, [m.shape[0], 2, 2]))
     c0, c2 = gl.split(even)
     c1, c3 = gl.split(odd)
     return (
@@ -57,10 +57,9 @@ def columns_of_four(m, V: gl.constexpr):
 
 
 @gluon.jit
-def comb_rows(shared, W: gl.constexpr, V: gl.constexpr):
-    """comb [16, 4 x 4] from shared memory as four rows of four vectors [16]: the first index is contracted in the forward pass"""
-    comb = gl.permute(gl.reshape(shared.load(coefficient_layout(W, 16)), [16, 2, 2, 4]), [0, 3, 1, 2])
-    even, odd = gl.split(comb)
+def comb_rows(comb, V: gl.constexpr):
+    """comb [R, 4 x 4] as four rows of four vectors [R] in layout V: the first index is contracted in the forward pass"""
+    even, odd = gl.split(gl.permute(gl.reshape(comb, [comb.shape[0], 2, 2, 4]), [0, 3, 1, 2]))
     row0, row2 = gl.split(even)
     row1, row3 = gl.split(odd)
     return columns_of_four(row0, V), columns_of_four(row1, V), columns_of_four(row2, V), columns_of_four(row3, V)
@@ -107,15 +106,23 @@ def copy_rows(target, x, column, first64, left, D: gl.constexpr, BN: gl.constexp
 
 @gluon.jit
 def copy_coefficients(target, x, first64, left, n: gl.constexpr, W: gl.constexpr):
-    """As copy_streams, of fp32 coefficients [T, n]"""
+    """As copy_streams, of fp32 coefficients [T, n], as many tokens as target has rows"""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // n, n // 4], [W, 1], [1, 0])
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, layout))
+    row = gl.arange(0, target.shape[0], layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, n, layout=gl.SliceLayout(0, layout))
     async_copy.async_copy_global_to_shared(target, x + first64 * n + (row * n)[:, None] + c[None, :], mask=(row < left)[:, None])
 
 
 @gluon.jit
-def new_coefficients(stages: gl.constexpr, n: gl.constexpr):
-    """Shared memory for [16, n] a stage; rows of 16 are swizzled so that loads by rows meet no bank twice"""
+def new_coefficients(stages: gl.constexpr, rows: gl.constexpr, n: gl.constexpr):
+    """Shared memory for [rows, n] a stage; rows of 16 are swizzled so that loads by rows meet no bank twice"""
     layout: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 4, [1, 0]) if n == 16 else gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
-    return gl.allocate_shared_memory(gl.float32, [stages, 16, n], layout)
+    return gl.allocate_shared_memory(gl.float32, [stages, rows, n], layout)
+
+
+@gluon.jit
+def new_barrier(count: gl.constexpr):
+    # one allocation a barrier: the compiler parts accesses to elements of one by barriers
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=count)
+    return bar

@@ -132,6 +132,13 @@ def gates_collapse(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Launches the gates and, by default, the collapse into y. Returns pre, post, comb, mixes, rstd."""
     plan = gates_plan(x.device, x.dtype, x.shape, iters, convention, pre_mix is not None, collapse)
+    return launch_gates(plan, x, part, split, tokens, scale, base, pre_mix, y, hc_eps, norm_eps)
+
+
+def launch_gates(
+    plan: Gates, x: torch.Tensor, part: Scratch, split: int, tokens: int, scale: torch.Tensor, base: torch.Tensor,
+    pre_mix: torch.Tensor | None, y: torch.Tensor, hc_eps: float, norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     new = base.new_empty  # fp32 on the device
     pre, post, comb, mixes, rstd = new(plan.pre), new(plan.pre), new(plan.comb), new(plan.mixes), new(plan.rstd)
     if tokens:
