@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from indexer.core import ASCEND, product
+from indexer.core import ASCEND, product, visible_of_row
 from indexer.places import chunk_size, place_specs, places, rank_spec, sum_rows_spec
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
@@ -50,15 +50,33 @@ def add_piece(
 
 
 @triton.jit
+def kl_terms(x, u, on, mass, counts, total, log_total, MARGINAL: tl.constexpr):
+    """Of slots or blocks with scores x, less the row's largest, and the teacher u: the summands of the row's KL, and dI; `on`: which are valid.
+    total and its logarithm are the softmax's, mass is the teacher's; counts: whether it is more than 0."""
+    p = tl.where(u == mass, 1.0, u / tl.where(counts, mass, 1.0))  # exactly 1 on a single slot; a GPU's division is not
+    terms = tl.where(p > 0.0, p * (tl.log(tl.where(p > 0.0, p, 1.0)) - tl.where(on, x, 0.0) + log_total), 0.0)
+    predicted = tl.exp(x) / total
+    if MARGINAL:
+        gradient = mass * predicted - u
+    else:
+        gradient = predicted - p
+    return terms, tl.where(on, tl.where(counts, gradient, 0.0), 0.0)
+
+
+@triton.jit
 def gradients_of_query(
     q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, row, local, h0, S, S3, keys, size,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
     ATOMIC: tl.constexpr, PLACED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
     STAGES: tl.constexpr,
+    LOSS: tl.constexpr = False, teacher=None, loss=None, counted=None, rows=0, q_offset=0, MARGINAL: tl.constexpr = False, R: tl.constexpr = 1,
 ):  # fmt: skip
     """HB heads of query `row`, the `local`-th of a piece. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own: at the places of
     `indexer.places`, whose ranks are in owners (PLACED), or [queries, K, D], and the keys go into owners [queries, K], -1 where a row adds
-    to none. Offsets within a query's slots, a batch entry's keys and a piece's rows fit 32 bits."""
+    to none. Offsets within a query's slots, a batch entry's keys and a piece's rows fit 32 bits.
+
+    LOSS: dscores holds the scores; dI is made of them and the teacher where it is needed, and the row's KL goes into loss and counted.
+    """
     batch = row // S
     start = 0
     if TABLE:
@@ -67,8 +85,27 @@ def gradients_of_query(
     length = S3 - start
     slot = tl.arange(0, P)
     listed = tl.load(indices + row * K + slot, mask=slot < K, other=-1)
-    every = tl.load(dscores + row * K + slot, mask=(slot < K) & (listed >= 0) & (listed < length), other=0.0).to(tl.float32)
-    counts = every != 0.0
+    if LOSS:
+        _, length = visible_of_row(span, row, (row % S).to(tl.int32), rows, S3, q_offset, R, TABLE)
+        valid = (slot < K) & (listed >= 0) & (listed < length)
+        x = tl.load(dscores + row * K + slot, mask=valid, other=float("-inf"))
+        u = tl.load(teacher + row * K + slot, mask=valid, other=0.0)
+        mass = tl.sum(u, 0)
+        row_counts = mass > 0.0
+        top = tl.where(row_counts, tl.max(x, 0), 0.0)
+        total = tl.sum(tl.exp(x - top), 0)
+        total = tl.where(total > 0.0, total, 1.0)
+        terms, every = kl_terms(x - top, u, valid, mass, row_counts, total, tl.log(total), MARGINAL)
+        value = tl.sum(terms, 0)
+        if MARGINAL:
+            value *= mass
+        if tl.program_id(1) == 0:
+            tl.store(loss + row, tl.where(row_counts, value, 0.0))
+            tl.store(counted + row, row_counts.to(tl.int32))
+        counts = tl.where(row_counts, valid, False)
+    else:
+        every = tl.load(dscores + row * K + slot, mask=(slot < K) & (listed >= 0) & (listed < length), other=0.0).to(tl.float32)
+        counts = every != 0.0
     used = tl.max(tl.where(counts, slot + 1, 0), 0)
     spare = tl.max(tl.where(counts, listed, 0), 0)  # a row that is read anyway, in place of those of slots that do not count
     peak = 1.0
@@ -105,8 +142,13 @@ def gradients_of_query(
         index = tl.load(indices + row * K + j + n, mask=j + n < K, other=-1)
         # with no mask that waits for the index; the gradient of a slot that does not count may be anything
         grad = tl.load(dscores + row * K + j + n, mask=j + n < K, other=0.0).to(tl.float32)
-        on = (index >= 0) & (index < length) & (grad != 0.0)
-        grad = tl.where(on, grad, 0.0)
+        on = (index >= 0) & (index < length)
+        if LOSS:
+            goal = tl.load(teacher + row * K + j + n, mask=j + n < K, other=0.0)
+            _terms, grad = kl_terms(grad - top, goal, on, mass, row_counts, total, 0.0, MARGINAL)
+        else:
+            on = on & (grad != 0.0)
+            grad = tl.where(on, grad, 0.0)
         if SHRINK:
             grad *= shrink
         index = tl.where(on, index, spare)

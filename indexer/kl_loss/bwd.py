@@ -11,6 +11,7 @@ import triton.language as tl
 from indexer.core import span_spec
 from indexer.gradients import gradient_specs
 from indexer.kl_loss.dense import dense_gradient_spec, dense_teacher_spec
+from indexer.kl_loss.fused import loss_gradients_spec
 from indexer.kl_loss.fwd import rows_spec, total_spec
 from indexer.kl_loss.slots import slot_scores_spec, slot_teacher_spec
 from indexer.lightning.ascend.scores import scores_ascend_spec
@@ -103,5 +104,7 @@ def specs(shape: ModelShape) -> Iterator:
             yield scores_spec(*index, ratio, table)
     for table in (False, True):
         yield from gradient_specs(dtype, [index[1] for index in indexers], shape.index_heads, shape.index_dim, shape.index_topk, table)
+        for index, marginal in product(indexers, (False, True)):
+            yield loss_gradients_spec(*index, shape.index_topk, ratio, table, marginal)
     for weights in dict.fromkeys((dtype, torch.float32)):
         yield scale_spec(dtype, weights)

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from indexer.core import visible, visible_table
-from indexer.gradients import slot_gradients
+from indexer.gradients import kl_terms, slot_gradients
 from indexer.kl_loss import dense
+from indexer.kl_loss.fused import loss_and_gradients
 from indexer.kl_loss.slots import GPU_TARGETS, NPU_TARGETS, slot_scores, slot_teacher
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.fwd import chunks_of, query_chunks, scores_spec
@@ -82,14 +83,9 @@ def loss_of_row(
             u = tl.load(teacher_row + tl.where(on, index, 0), mask=on, other=0.0)
         else:
             u = tl.load(teacher_row + j + c, mask=on, other=0.0)
-        p = tl.where(u == mass, 1.0, u / tl.where(counts, mass, 1.0))  # exactly 1 on a single slot; a GPU's division is not
-        value += tl.sum(tl.where(p > 0.0, p * (tl.log(tl.where(p > 0.0, p, 1.0)) - tl.where(on, x, 0.0) + log_total), 0.0), 0)
-        predicted = tl.exp(x) / total
-        if MARGINAL:
-            gradient = mass * predicted - u
-        else:
-            gradient = predicted - p
-        tl.store(dscores + base + j + c, tl.where(on, tl.where(counts, gradient, 0.0), 0.0), mask=j + c < end)
+        terms, gradient = kl_terms(x, u, on, mass, counts, total, log_total, MARGINAL)
+        value += tl.sum(terms, 0)
+        tl.store(dscores + base + j + c, gradient, mask=j + c < end)
     if MARGINAL:
         value *= mass
     tl.store(loss + row, tl.where(counts, value, 0.0))
@@ -214,19 +210,26 @@ def indexer_kl_loss_fwd(
             raise ValueError("indexer_kl_loss: indices=None without q and cmp_kv")
         grads = _dense(x, q, cmp_kv, lse, softmax_scale, loss, counted, gradients)
     else:
-        dscores = torch.empty(indices.shape, dtype=torch.float32, device=device)
-        if scores is None:
-            slot_scores(q_index, k_index, weights, indices, span, cmp_ratio, q_offset, dscores, x.npu)
-            scores = dscores
         if teacher is None and (q is None or cmp_kv is None):
             raise ValueError("indexer_kl_loss: neither teacher nor q and cmp_kv")
-        if teacher is None and lse is not None and span is None and not x.npu and whole_rows_pay(queries, keys, width, cmp_ratio, q_offset):
+        whole = teacher is None and lse is not None and span is None and not x.npu and whole_rows_pay(queries, keys, width, cmp_ratio, q_offset)
+        fused = gradients and not (deterministic or whole or x.npu)
+        dscores = scores
+        if scores is None:  # in whose place dI may be
+            scores = dscores = torch.empty(indices.shape, dtype=torch.float32, device=device)
+            slot_scores(q_index, k_index, weights, indices, span, cmp_ratio, q_offset, scores, x.npu)
+        elif not fused:
+            dscores = torch.empty_like(scores)
+        if teacher is None and not whole:
+            teacher = slot_teacher(q, cmp_kv, lse, indices, span, softmax_scale, cmp_ratio, q_offset, x.npu)
+        if fused:
+            inputs = (q_index, k_index, weights, indices, scores, teacher, span)
+            grads = loss_and_gradients(*inputs, loss, counted, cmp_ratio, q_offset, x.marginal)
+        elif whole:
             _whole_teacher(x, q, cmp_kv, lse, softmax_scale, scores, indices, dscores, loss, counted)
         else:
-            if teacher is None:
-                teacher = slot_teacher(q, cmp_kv, lse, indices, span, softmax_scale, cmp_ratio, q_offset, x.npu)
             _loss_of_rows(x, scores, teacher, indices, dscores, loss, counted, 0, 0, batch, queries)
-        if gradients:
+        if gradients and not fused:
             grads = slot_gradients(q_index, k_index, weights, indices, dscores, span, deterministic, x.npu)
     if not gradients:
         grads = q_index.new_empty(0), loss.new_empty(0), loss.new_empty(0)
