@@ -25,7 +25,7 @@ def test_experts_against_a_loop_over_tokens_and_a_zero_gradient_without_tokens()
     experts = Experts(config)
     experts.init_weights(0.3)
     counts, x = torch.tensor([3, 0, 1, 0]), torch.randn(4, 64)
-    out = experts(x, counts, counts.tolist())
+    out = experts(x, counts, counts.tolist)
     for row, expert in enumerate((0, 0, 0, 2)):
         gate, up = (experts.w_gate_up[expert] @ x[row]).chunk(2)
         hidden = F.silu(torch.minimum(gate, torch.tensor(0.05))) * up.clamp(-0.05, 0.05)
@@ -33,10 +33,10 @@ def test_experts_against_a_loop_over_tokens_and_a_zero_gradient_without_tokens()
     out.sum().backward()
     for weight in experts.parameters():
         assert [bool(weight.grad[e].any()) for e in range(4)] == [True, False, True, False]
-    empty = experts(x[:0], torch.zeros(4, dtype=torch.int64), [0] * 4)
+    empty = experts(x[:0], torch.zeros(4, dtype=torch.int64), lambda: [0] * 4)
     assert empty.shape == (0, 64) and empty.grad_fn is not None
     with pytest.raises(ValueError, match="counts has 3 entries"):
-        experts(x, counts[:3], [3, 0, 1])
+        experts(x, counts[:3], lambda: [3, 0, 1])
 
 
 def test_selection_bias_moves_the_choice_and_not_the_weights():

@@ -11,7 +11,8 @@ Every reordering is a permutation whose backward is the inverse permutation, so 
 deterministic on every device.
 
 Counts cross the ranks once and reach the host once. The backward pass exchanges rows alone, and so does a second forward pass of a
-layer that is recomputed: it reads what the first one left on its RoutingTape.
+layer that is recomputed: it reads what the first one left on its RoutingTape. Where one GPU holds every expert there is nothing to exchange,
+and the counts stay there: the host, which would wait for them with nothing launched behind, goes on.
 
 While rows travel the device has something else to do, which the caller names (`meanwhile`): the shared expert. Each exchange has a node of
 its own in the graph where it starts and one where it ends. What the forward pass computes between the two, autograd computes between them
@@ -33,7 +34,8 @@ from torch.autograd.function import once_differentiable
 
 from train_example.fused import combine, copy_rows, permute_rows
 
-ExpertsFn = Callable[[Tensor, Tensor, list[int]], Tensor]
+Sizes = Callable[[], list[int]]
+ExpertsFn = Callable[[Tensor, Tensor, Sizes], Tensor]
 
 
 class Routing(NamedTuple):
@@ -197,8 +199,8 @@ def dispatch_experts(
         expert_ids: [T, k] int64 in [0, num_experts).
         weights: [T, k] float32 routing weights.
         experts: called as experts(x_sorted [M, D], counts [L] int64, sizes) -> [M, D]; rows are grouped by local expert in ascending
-            order, counts[i] rows for local expert i; sizes is counts as a list of ints, so that nobody needs another host sync; called
-            with M = 0 too, so that its weights get a gradient (of zeros) on every rank.
+            order, counts[i] rows for local expert i; sizes() is counts as a list of ints, for which the host waits for the device where
+            one GPU holds all experts, and nowhere else; called with M = 0 too, so that its weights get a gradient (of zeros) on every rank.
         num_experts: E, over all ranks; rank r holds experts r * L ... (r + 1) * L - 1.
         group: the expert-parallel process group, or None for one process.
         impl: of copying and summing rows, see train_example/fused.py.
@@ -210,7 +212,8 @@ def dispatch_experts(
         y [T, D] in x.dtype (the sum over k is done in float32) and counts [E] int64: rows of this rank's own tokens for each expert.
 
     Raises:
-        ValueError: wrong shapes, E not divisible by the group's size, or an expert id out of range.
+        ValueError: wrong shapes, E not divisible by the group's size, or an expert id out of range. (Ids on the one GPU that holds all
+            experts are not looked at by the host: there an assertion of the device fails.)
         TypeError: expert_ids not int64 or weights not float32.
     """
     ranks = 1 if group is None else group.size()
@@ -219,17 +222,22 @@ def dispatch_experts(
 
     sorted_ids, order = expert_ids.reshape(-1).sort(stable=True)
     inverse = _inverse(order)
-    # not bincount: that one reads its maximum on the host, and this function allows itself one host sync
+    # not bincount: that one reads its maximum on the host
     edges = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device))
     counts = edges.diff()
 
-    tape = _TAPE.get()
-    exchange = functools.partial(_exchange_counts, counts, ranks, group)
-    routing = exchange() if tape is None else tape.routing(exchange)
-    send_splits, recv_splits, recv = routing.send_splits, routing.recv_splits, routing.recv
-    if sum(send_splits) != expert_ids.numel():
-        outside = expert_ids.numel() - sum(send_splits)
-        raise ValueError(f"expert_ids must lie in [0, {num_experts}): {outside} of {expert_ids.numel()} do not")
+    here = ranks == 1 and device.type == "cuda"
+    sizes: Sizes = counts.tolist
+    if here:
+        torch._assert_async(counts.sum() == expert_ids.numel(), f"expert_ids must lie in [0, {num_experts})")
+    else:
+        tape = _TAPE.get()
+        exchange = functools.partial(_exchange_counts, counts, ranks, group)
+        routing = exchange() if tape is None else tape.routing(exchange)
+        send_splits, recv_splits, recv, sizes = routing.send_splits, routing.recv_splits, routing.recv, routing.expert_sizes
+        if sum(send_splits) != expert_ids.numel():
+            outside = expert_ids.numel() - sum(send_splits)
+            raise ValueError(f"expert_ids must lie in [0, {num_experts}): {outside} of {expert_ids.numel()} do not")
 
     rows = copy_rows(x, order, inverse, k, impl)
     work = iter(meanwhile)
@@ -241,7 +249,7 @@ def dispatch_experts(
         ungroup = _inverse(regroup)
         rows = permute_rows(rows, regroup, ungroup)
 
-    out = experts(rows, recv.sum(0), routing.expert_sizes())
+    out = experts(rows, counts if here else recv.sum(0), sizes)
     if out.shape != rows.shape:
         raise ValueError(f"experts returned shape {tuple(out.shape)}, want {tuple(rows.shape)}")
     if rows.shape[0] == 0:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from train_example import fused
 from train_example.config import ModelConfig
-from train_example.dispatch import dispatch_experts
+from train_example.dispatch import Sizes, dispatch_experts
 from train_example.fused import swiglu
 
 
@@ -118,17 +118,17 @@ class Experts(nn.Module):
         nn.init.normal_(self.w_gate_up, std=std)
         nn.init.normal_(self.w_down, std=std)
 
-    def forward(self, x: Tensor, counts: Tensor, sizes: list[int]) -> Tensor:
-        """x [M, D], rows of local expert 0 first; counts [L] int64, rows of each, and the same as a list -> [M, D] in the same order.
+    def forward(self, x: Tensor, counts: Tensor, sizes: Sizes) -> Tensor:
+        """x [M, D], rows of local expert 0 first; counts [L] int64, rows of each; sizes() the same as a list -> [M, D] in the same order.
 
         An expert with no row still takes part, so its gradient is zero and not missing.
         """
         gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w_gate_up, self.w_down))
-        if not len(sizes) == counts.shape[0] == gate_up.shape[0]:
+        if counts.shape[0] != gate_up.shape[0]:
             raise ValueError(f"counts has {counts.shape[0]} entries, want one for each of the {gate_up.shape[0]} experts held here")
         if fits_grouped_mm(x, gate_up, down):
             return _grouped(x, gate_up, down, counts, self.activate)
-        return _one_by_one(x, gate_up, down, sizes, self.limit, self.impl)
+        return _one_by_one(x, gate_up, down, sizes(), self.limit, self.impl)
 
     def activate(self, gate_up: Tensor) -> Tensor:
         """[M, 2I] -> [M, I]"""

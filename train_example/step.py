@@ -32,8 +32,9 @@ def train_step(
 
     micro_batches: accumulate x (input_ids [B, S], labels [B, S]) int64. Collective; all ranks return the same numbers.
 
-    But for the experts' counts the host waits for the device once, between the backward pass and the optimizer: whatever it wants to know it
-    reads there. The optimizer may still be at work when this function returns, and the next step's launches are then made behind it.
+    But for experts' counts that cross processes the host waits for the device once, between the backward pass and the optimizer: whatever
+    it wants to know it reads there. The optimizer may still be at work when this function returns, and the next step's launches are then
+    made behind it.
     """
     device = next(model.parameters()).device
     valid = torch.stack([(labels != IGNORE).sum() for _, labels in micro_batches]).sum()
