@@ -4,7 +4,10 @@ sm_90 is the target that is tuned for; the portable kernels must compile for sm_
 compiled once: the smaller presets come first.
 """
 
+import re
+
 import pytest
+import torch
 
 from kernel_runtime import interpreting
 from kernel_runtime.registry import PRESETS
@@ -37,7 +40,7 @@ def test_compiles_and_fits(target, name, record_property):
     gpu = parse_target(target)
     entries = own_entries(name, gpu)
     if target == "sm_100":
-        entries = [(op, spec) for op, spec in entries if spec.portable]
+        entries = [(op, spec) for op, spec in entries if spec.portable or spec.arch]
     assert name != "tiny" or entries
     failures, lines = [], []
     for op, spec in entries:
@@ -53,3 +56,15 @@ def test_compiles_and_fits(target, name, record_property):
             failures.append(f"{op} {spec.name} {dict(spec.consts)}: {used.spills} spilled a thread, limit {SPILL_LIMIT}")
     record_property("resources", "\n".join(lines))
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("form", ["forward", "dq"])
+def test_warpgroups_share_the_rows_of_attention(form):
+    """sm_90: of 64 rows each of two warpgroups makes half the columns, in every product (fwd.attend says what Triton does otherwise)."""
+    from kernel_runtime.targets import parse_target
+    from sparse_attn.shared_kv.bwd import dq_spec
+    from sparse_attn.shared_kv.fwd import HOPPER, SELECTED, forward_spec
+
+    make = forward_spec if form == "forward" else dq_spec
+    code = make(torch.bfloat16, 64, 512, SELECTED, True, arch=HOPPER).compile(parse_target("sm_90")).asm["ttgir"]
+    assert set(re.findall(r"nvidia_mma<.*warpsPerCTA = \[(\d, \d)\]", code)) == {"4, 2"}

@@ -120,6 +120,22 @@ def test_channels(kernel_device, monkeypatch, take, D):
     check(AttentionCase("", "cfa", B=1, S=5, S2=9, D=D, cmp_ratio=2), kernel_device, torch.float32)
 
 
+@pytest.mark.parametrize("D", [272, 512])
+def test_form_for_two_warpgroups(kernel_device, monkeypatch, take, D):
+    """What sm_90 takes for more than 32 heads in 16 bits, in the interpreter as well: S, P and dZ from a branch."""
+    from sparse_attn.shared_kv import bwd, fwd
+
+    poison_empty(monkeypatch)
+    launched = []
+    monkeypatch.setattr("kernel_runtime.launch.LAUNCH_OBSERVERS", [lambda spec, arguments: launched.append(spec.consts.get("ARCH"))])
+    if kernel_device == "cpu":
+        monkeypatch.setattr(fwd, "arch_of", lambda device: fwd.HOPPER)
+        monkeypatch.setattr(bwd, "arch_of", lambda device: fwd.HOPPER)
+    case = AttentionCase("", "scfa", B=1, S=3, S2=75, N=33, D=D, window=70, cmp_ratio=2, K=9)
+    check(case, kernel_device, torch.bfloat16, **take("dense" if D == 512 else "rows"))
+    assert kernel_device != "cpu" or (90 in launched and 0 not in launched)
+
+
 @pytest.mark.parametrize("N", [1, 15, 17, 33, 65, 128])
 def test_heads(kernel_device, monkeypatch, N):
     """Less than a block of heads, one more than it, several blocks with a tail."""

@@ -27,17 +27,22 @@ from kernel_runtime.registry import ModelShape
 from sparse_attn.shared_kv.bwd_kernels import attention_dq_kernel, range_dkv_kernel, selected_dkv_kernel
 from sparse_attn.shared_kv.fwd import (
     ALL,
+    BLACKWELL,
     GPU,
+    HOPPER,
     INDEX_BLOCK,
     NONE,
     NPU,
+    OLDER,
     SELECTED,
     Tiles,
+    arch_of,
     ascend_tiles,
     forward_spec,
     forward_tiles,
     mode_of,
     probs_spec,
+    targets_of,
 )
 from sparse_attn.shared_kv.lists import occurrence_spec, single_lists, single_spec
 from sparse_attn.shared_kv.owner import owner_lists, owner_spec, owner_sum
@@ -55,15 +60,21 @@ DENSE_LIMIT = 2
 WAVES = {0: 1, 2: 2}
 
 
-def gradient_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
-    """On a GPU: as in the forward, but q and dO both stay in shared memory: at D above 256 just one tile of keys fits beside them."""
+def gradient_tiles(dtype: torch.dtype, N: int, D: int, arch: tuple[int, int]) -> Tiles:
+    """On a GPU: as in the forward, but q and dO both stay in shared memory: at D above 256 just one tile of keys fits beside them. Where
+    P and dZ are computed APART (HOPPER, two warpgroups), D is in one piece."""
     tiles = forward_tiles(dtype, N, D)
-    return Tiles(tiles.BH, tiles.BN, tiles.BD, tiles.HALVES, tiles.num_warps, 1 if D > 128 else tiles.num_stages)
+    BD, HALVES = tiles.BD, tiles.HALVES
+    if arch == HOPPER and tiles.BH * BD * HALVES > 64 * 256:
+        BD, HALVES = BD * HALVES, 1
+    return Tiles(tiles.BH, tiles.BN, BD, HALVES, tiles.num_warps, 1 if D > 128 else tiles.num_stages)
 
 
 @cache
-def dq_spec(dtype: torch.dtype, N: int, D: int, compressed: int, dense: bool, npu: bool = False) -> Spec:
-    x, tiles = f"*{TRITON_DTYPE[dtype]}", (ascend_tiles if npu else gradient_tiles)(dtype, N, D)
+def dq_spec(
+    dtype: torch.dtype, N: int, D: int, compressed: int, dense: bool, npu: bool = False, arch: tuple[int, int] = OLDER
+) -> Spec:  # fmt: skip
+    x, tiles = f"*{TRITON_DTYPE[dtype]}", ascend_tiles(dtype, N, D) if npu else gradient_tiles(dtype, N, D, arch)
     return Spec(
         attention_dq_kernel,
         types={
@@ -73,11 +84,12 @@ def dq_spec(dtype: torch.dtype, N: int, D: int, compressed: int, dense: bool, np
         },
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "DENSE": dense, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
-            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu,
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu, "ARCH": arch[0],
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        targets=NPU if npu else GPU,
+        targets=targets_of(npu, arch),
+        arch=arch,
     )  # fmt: skip
 
 
@@ -170,7 +182,7 @@ def attention_bwd(
         dz = torch.empty_like(p)
         part = torch.empty((chunk, K, D), dtype=dtype, device=q.device) if partial else None
         used = used_of(indices, places) if mode == SELECTED and not npu else places
-        first = dq_spec(dtype, N, D, mode, dense, npu)
+        first = dq_spec(dtype, N, D, mode, dense, npu, arch_of(q.device))
         for row0 in range(0, rows, chunk):
             count = min(chunk, rows - row0)
             lists, counts, log_counts = single_lists(indices, places, row0, count, entries) if dense else (indices, places, lse)
@@ -222,14 +234,14 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     dtype = next(d for d, name in TRITON_DTYPE.items() if name == shape.dtype)
     N, D = shape.heads, shape.head_dim
     yield from places_specs()
-    for npu in (False, True):
+    for npu, arch in ((False, OLDER), (False, HOPPER), (False, BLACKWELL), (True, OLDER)):
         for mode in (NONE, ALL, SELECTED):
-            yield forward_spec(dtype, N, D, mode, True, npu)
-            yield dq_spec(dtype, N, D, mode, False, npu)
+            yield forward_spec(dtype, N, D, mode, True, npu, arch)
+            yield dq_spec(dtype, N, D, mode, False, npu, arch)
+        if not npu:
+            yield dq_spec(dtype, N, D, SELECTED, True, arch=arch)
+    for npu in (False, True):
         yield probs_spec(dtype, N, D, npu)
-    for mode in (NONE, ALL, SELECTED):
-        yield forward_spec(dtype, N, D, mode, True, blackwell=True)
-    yield dq_spec(dtype, N, D, SELECTED, True)
     for column, listed in ((0, False), (2, False), (2, True)):
         for split in (False, True):
             yield range_spec(dtype, N, D, column, listed, split)

@@ -17,16 +17,11 @@ from sparse_attn.shared_kv.core import (
 
 
 @triton.jit
-def gradient_tile(
-    keys, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row, log_count, h, on, scale,
-    N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, DENSE: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr,
+def weights(
+    q0, q1, do0, do1, k0, k1, seen, delta, lse2, log_count, scale,
+    HALVES: tl.constexpr, DENSE: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys: its part of dq (acc0 and acc1, the halves of D), and P^T and scale * dZ^T of its slots to p_out and dz_out."""
-    d = tl.arange(0, BD)
-    k0 = load_rows(keys, key_rows, seen, d, D, EVEN)
-    if HALVES == 2:
-        k1 = load_rows(keys, key_rows, seen, BD + d, D, EVEN)
+    """P and scale * dZ of a tile in the keys' dtype."""
     s = dot(q0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
     if HALVES == 2:
         s = dot(q1, tl.trans(k1), s)
@@ -37,14 +32,40 @@ def gradient_tile(
     if DENSE:
         z += log_count[None, :]  # the weight of an entry that is listed several times, all at once
     p = tl.where(seen[None, :], tl.exp2(z), 0.0)
-    dz = (p * (dp - delta[:, None]) * scale).to(k0.dtype)
+    dz = p * (dp - delta[:, None]) * scale
+    return p.to(k0.dtype), dz.to(k0.dtype)
+
+
+@triton.jit
+def gradient_tile(
+    keys, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row, log_count, h, on, scale, always,
+    N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, DENSE: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys: its part of dq (acc0 and acc1, the halves of D), and P^T and scale * dZ^T of its slots to p_out and dz_out.
+
+    APART: P and dZ from a branch that is always taken, as S in the forward (fwd.attend), so that the warpgroups share their rows. D is in
+    one piece there: a second half would continue the first one's product.
+    """
+    d = tl.arange(0, BD)
+    k0 = load_rows(keys, key_rows, seen, d, D, EVEN)
+    k1 = k0
+    if HALVES == 2:
+        k1 = load_rows(keys, key_rows, seen, BD + d, D, EVEN)
+    if APART:
+        p = tl.zeros([BH, BN], k0.dtype)
+        dz = tl.zeros([BH, BN], k0.dtype)
+        if always >= 0:
+            p, dz = weights(q0, q1, do0, do1, k0, k1, seen, delta, lse2, log_count, scale, HALVES, DENSE, BH, BN)
+    else:
+        p, dz = weights(q0, q1, do0, do1, k0, k1, seen, delta, lse2, log_count, scale, HALVES, DENSE, BH, BN)
     acc0 = dot(dz, k0, acc0)
     if HALVES == 2:
         acc1 = dot(dz, k1, acc1)
     # keys past the range or the list have no slot of their own: nothing may be written for them
     mask = seen[:, None] & on[None, :]
     offset = slot_row[:, None] * N + h[None, :]
-    tl.store(p_out + offset, tl.trans(p.to(k0.dtype)), mask=mask)
+    tl.store(p_out + offset, tl.trans(p), mask=mask)
     tl.store(dz_out + offset, tl.trans(dz), mask=mask)
     return acc0, acc1
 
@@ -54,10 +75,11 @@ def dq_task(
     task,
     q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out, row0, rows, K, window_slots, slots, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, DENSE: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """One query and a block of its heads."""
     EVEN: tl.constexpr = D == BD * HALVES
+    APART: tl.constexpr = ARCH == 90 and BH * BD * HALVES > 64 * 256
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
     n = tl.arange(0, BN)
     d = tl.arange(0, BD)
@@ -89,7 +111,7 @@ def dq_task(
             key_rows, seen = range_rows(begin, key + n, end)
             acc0, acc1 = gradient_tile(
                 ori_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + (key - begin) + n, 0.0,
-                h, on, scale, N, D, BD, HALVES, EVEN, False, BH, BN,
+                h, on, scale, rows, N, D, BD, HALVES, EVEN, False, BH, BN, APART,
             )  # fmt: skip
         slot_row += window_slots
         if COMPRESSED == 1:
@@ -99,7 +121,7 @@ def dq_task(
                 key_rows, seen = range_rows(begin, key + n, end)
                 acc0, acc1 = gradient_tile(
                     cmp_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + (key - begin) + n,
-                    0.0, h, on, scale, N, D, BD, HALVES, EVEN, False, BH, BN,
+                    0.0, h, on, scale, rows, N, D, BD, HALVES, EVEN, False, BH, BN, APART,
                 )  # fmt: skip
         if COMPRESSED == 2:
             begin = tl.load(places + row * 4 + 2)
@@ -109,7 +131,7 @@ def dq_task(
                 key_rows, seen = selected_rows(indices, row * K, slot + n, walked, begin, end)
                 acc0, acc1 = gradient_tile(
                     cmp_kv, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + slot + n, 0.0,
-                    h, on, scale, N, D, BD, HALVES, EVEN, False, BH, BN,
+                    h, on, scale, rows, N, D, BD, HALVES, EVEN, False, BH, BN, APART,
                 )  # fmt: skip
     else:
         ori_begin, ori_count, cmp_begin, cmp_count, walked = load_ranges(places, used, row, COMPRESSED)
@@ -129,8 +151,8 @@ def dq_task(
                     listed = tl.where(seen, key_rows.to(tl.int32) - cmp_begin, 0)
                 own = tl.where(window, own, window_slots + listed)
             acc0, acc1 = gradient_tile(
-                keys, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + own, log_count, h, on, scale,
-                N, D, BD, HALVES, EVEN, DENSE, BH, BN,
+                keys, key_rows, seen, q0, q1, do0, do1, delta, lse2, acc0, acc1, p_out, dz_out, slot_row + own, log_count, h, on, scale, rows,
+                N, D, BD, HALVES, EVEN, DENSE, BH, BN, APART,
             )  # fmt: skip
     store_rows(dq, heads, on, d, acc0, D, EVEN)
     if HALVES == 2:
@@ -142,7 +164,7 @@ def attention_dq_kernel(
     q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out,
     tasks, row0, rows, K, window_slots, slots, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, DENSE: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """Queries row0 to row0 + rows - 1. Slots of a query: window_slots for its window, then those of its compressed entries; with DENSE a
     slot for every entry there is, and lists of these queries alone that name each entry once (lists.py)."""
@@ -150,12 +172,12 @@ def attention_dq_kernel(
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
             dq_task(
                 task, q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out,
-                row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, ASCEND,
+                row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, ASCEND, ARCH,
             )  # fmt: skip
     else:
         dq_task(
             tl.program_id(0), q, ori_kv, cmp_kv, indices, places, used, log_counts, out, dout, lse, dq, delta_out, p_out, dz_out,
-            row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, ASCEND,
+            row0, rows, K, window_slots, slots, scale, N, D, COMPRESSED, DENSE, BH, BN, BD, HALVES, BK, ASCEND, ARCH,
         )  # fmt: skip
 
 

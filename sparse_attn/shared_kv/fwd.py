@@ -30,23 +30,54 @@ NONE, ALL, SELECTED = 0, 1, 2
 
 
 @triton.jit
-def attend(
-    keys, rows, seen, q0, q1, m, l, acc0, acc1, scale2,
-    D: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """One tile of the online softmax. scale2 is the scale times log2(e): weights are powers of two."""
-    d = tl.arange(0, BD)
-    k0 = load_rows(keys, rows, seen, d, D, EVEN)
+def add_product(a, b, s, scale, BH: tl.constexpr, BN: tl.constexpr):
+    """scale * (s + a @ b), two products that do not know of each other (see attend): scaled before they are added, as Triton makes an
+    accumulator of a bare sum."""
+    return s * scale + dot(a, b, tl.zeros([BH, BN], tl.float32)) * scale
+
+
+@triton.jit
+def scores(q0, q1, k0, k1, seen, m, scale2, HALVES: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr):
+    """Weights of a tile in the keys' dtype, their sums and the new maximum of each row. APART: see attend."""
     s = dot(q0, tl.trans(k0), tl.zeros([BH, BN], tl.float32))
-    if HALVES == 2:
-        k1 = load_rows(keys, rows, seen, BD + d, D, EVEN)
-        s = dot(q1, tl.trans(k1), s)
-    s = tl.where(seen[None, :], s * scale2, float("-inf"))
+    if HALVES == 2 and APART:
+        s = add_product(q1, tl.trans(k1), s, scale2, BH, BN)
+    elif HALVES == 2:
+        s = dot(q1, tl.trans(k1), s) * scale2
+    else:
+        s = s * scale2
+    s = tl.where(seen[None, :], s, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s - new[:, None])
+    return p.to(k0.dtype), tl.sum(p, 1), new
+
+
+@triton.jit
+def attend(
+    keys, rows, seen, q0, q1, m, l, acc0, acc1, scale2, always,
+    D: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """One tile of the online softmax. scale2 is the scale times log2(e): weights are powers of two.
+
+    APART: S and its softmax lie in a branch, always taken as `always` is never negative. To a product whose result goes into another one
+    Triton gives warpsPerCTA [8, 1], 128 rows: for the 64 rows of S that means that both warpgroups make all of it, and its softmax. It
+    does not look for where a result goes beyond the end of a branch.
+    """
+    d = tl.arange(0, BD)
+    k0 = load_rows(keys, rows, seen, d, D, EVEN)
+    k1 = k0
+    if HALVES == 2:
+        k1 = load_rows(keys, rows, seen, BD + d, D, EVEN)
+    if APART:
+        new = m
+        p = tl.zeros([BH, BN], k0.dtype)
+        part = tl.zeros([BH], tl.float32)
+        if always >= 0:
+            p, part, new = scores(q0, q1, k0, k1, seen, m, scale2, HALVES, BH, BN, True)
+    else:
+        p, part, new = scores(q0, q1, k0, k1, seen, m, scale2, HALVES, BH, BN, False)
     alpha = tl.exp2(m - new)
-    l = l * alpha + tl.sum(p, 1)
-    p = p.to(k0.dtype)
+    l = l * alpha + part
     acc0 = dot(p, k0, acc0 * alpha[:, None])
     if HALVES == 2:
         acc1 = dot(p, k1, acc1 * alpha[:, None])
@@ -57,10 +88,11 @@ def attend(
 def forward_task(
     task, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """One query and a block of its heads: out [rows, N, D], lse [rows, N]."""
     EVEN: tl.constexpr = D == BD * HALVES
+    APART: tl.constexpr = ARCH == 90 and BH * BD * HALVES > 64 * 256  # two warpgroups, see forward_tiles
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
     row = (rows - 1 - task // HEAD_BLOCKS).to(tl.int64)  # the last queries see most: started first, the grid ends together
     h = (task % HEAD_BLOCKS) * BH + tl.arange(0, BH)
@@ -84,20 +116,24 @@ def forward_task(
         end = tl.load(places + row * 4 + 1)
         for key in range(begin, end, BN):
             key_rows, seen = range_rows(begin, key + n, end)
-            m, l, acc0, acc1 = attend(ori_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+            m, l, acc0, acc1 = attend(ori_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, rows, D, BD, HALVES, EVEN, BH, BN, APART)
         if COMPRESSED == 1:
             begin = tl.load(places + row * 4 + 2)
             end = tl.load(places + row * 4 + 3)
             for key in range(begin, end, BN):
                 key_rows, seen = range_rows(begin, key + n, end)
-                m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+                m, l, acc0, acc1 = attend(
+                    cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, rows, D, BD, HALVES, EVEN, BH, BN, APART
+                )
         if COMPRESSED == 2:
             begin = tl.load(places + row * 4 + 2)
             end = tl.load(places + row * 4 + 3)
             slots = used_slots_ascend(indices, row * K, K, end - begin, BK)
             for slot in range(0, slots, BN):
                 key_rows, seen = selected_rows(indices, row * K, slot + n, slots, begin, end)
-                m, l, acc0, acc1 = attend(cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+                m, l, acc0, acc1 = attend(
+                    cmp_kv, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, rows, D, BD, HALVES, EVEN, BH, BN, APART
+                )
     else:
         ori_begin, ori_count, cmp_begin, cmp_count, slots = load_ranges(places, used, row, COMPRESSED)
         ori_tiles = (ori_count + BN - 1) // BN
@@ -105,7 +141,7 @@ def forward_task(
             keys, key_rows, seen = tile_rows(
                 ori_kv, cmp_kv, indices, row * K, tile, n, ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots, COMPRESSED, BN
             )
-            m, l, acc0, acc1 = attend(keys, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, D, BD, HALVES, EVEN, BH, BN)
+            m, l, acc0, acc1 = attend(keys, key_rows, seen, q0, q1, m, l, acc0, acc1, scale2, rows, D, BD, HALVES, EVEN, BH, BN, APART)
 
     alpha = tl.full([BH], 1.0, tl.float32)
     if SINKS:
@@ -133,19 +169,19 @@ def forward_task(
 def attention_fwd_kernel(
     q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, tasks, rows, K, scale,
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, SINKS: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     scale2 = scale * 1.4426950408889634
     if ASCEND:
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
             forward_task(
                 task, q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
-                N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND,
+                N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND, ARCH,
             )  # fmt: skip
     else:
         forward_task(
             tl.program_id(0), q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, K, scale2,
-            N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND,
+            N, D, COMPRESSED, SINKS, BH, BN, BD, HALVES, BK, ASCEND, ARCH,
         )  # fmt: skip
 
 
@@ -173,8 +209,10 @@ def slot_probs_kernel(
             heads = row * N + h
             s = dot(load_rows(q, heads, on, d, D, EVEN), k0, tl.zeros([BH, BN], tl.float32))
             if HALVES == 2:
-                s = dot(load_rows(q, heads, on, BD + d, D, EVEN), k1, s)
-            z = s * scale - tl.load(lse + heads, mask=on, other=float("inf"))[:, None]
+                s = add_product(load_rows(q, heads, on, BD + d, D, EVEN), k1, s, scale, BH, BN)
+            else:
+                s = s * scale
+            z = s - tl.load(lse + heads, mask=on, other=float("inf"))[:, None]
             total += tl.sum(tl.where(seen[None, :], tl.exp2(z * 1.4426950408889634), 0.0), 0)
         tl.store(probs + row * K + slot, total / N, mask=slot < K)
 
@@ -219,12 +257,28 @@ def mode_of(cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None) -> in
 
 
 GPU, NPU = ("cuda", "hip"), ("ascend",)  # a spec's targets
-BLACKWELL = 100  # from here on Triton keeps the operands of the second product in shared memory: one tile of keys in flight, not two
+# The forms of a kernel for GPUs by the NVIDIA architectures, first and last, that take them; AMD's take the first. HOPPER: products of whole
+# warpgroups, APART in the kernels. BLACKWELL: Triton keeps the operands of the second product in shared memory, one tile of keys in flight.
+OLDER, HOPPER, BLACKWELL = (0, 89), (90, 99), (100, 999)
 _NUMBERS = {"tasks": "i32", "rows": "i32", "K": "i32", "scale": "fp32"}
 
 
+def targets_of(npu: bool, arch: tuple[int, int]) -> tuple[str, ...]:
+    return NPU if npu else GPU if arch == OLDER else ("cuda",)
+
+
+def arch_of(device: torch.device) -> tuple[int, int]:
+    """OLDER, HOPPER or BLACKWELL."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return OLDER
+    major = torch.cuda.get_device_capability(device)[0]
+    return OLDER if major < 9 else HOPPER if major == 9 else BLACKWELL
+
+
 @cache
-def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, npu: bool = False, blackwell: bool = False) -> Spec:
+def forward_spec(
+    dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, npu: bool = False, arch: tuple[int, int] = OLDER
+) -> Spec:  # fmt: skip
     x, tiles = f"*{TRITON_DTYPE[dtype]}", (ascend_tiles if npu else forward_tiles)(dtype, N, D)
     types = {"q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "used": "*i32"}
     types |= {"out": x, "lse": "*fp32", **_NUMBERS}
@@ -233,17 +287,13 @@ def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: boo
         types=types,
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
-            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu,
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu, "ARCH": arch[0],
         },
         num_warps=tiles.num_warps,
-        num_stages=1 if blackwell else tiles.num_stages,
-        targets=NPU if npu else ("cuda",) if blackwell else GPU,
-        arch=(BLACKWELL, 999) if blackwell else (0, BLACKWELL - 1),
+        num_stages=1 if arch == BLACKWELL else tiles.num_stages,
+        targets=targets_of(npu, arch),
+        arch=arch,
     )  # fmt: skip
-
-
-def on_blackwell(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] * 10 >= BLACKWELL
 
 
 @cache
@@ -279,7 +329,7 @@ def attention_fwd(
     q, ori_kv = q.contiguous(), ori_kv.contiguous()
     cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
     indices = places if cmp_indices is None else cmp_indices.contiguous()
-    spec = forward_spec(q.dtype, N, D, mode, sinks is not None, npu, on_blackwell(q.device))
+    spec = forward_spec(q.dtype, N, D, mode, sinks is not None, npu, arch_of(q.device))
     tasks = rows * triton.cdiv(N, spec.consts["BH"])
     sink = lse if sinks is None else sinks.contiguous()
     used = used_of(indices, places) if mode == SELECTED and not npu else places
