@@ -1,4 +1,5 @@
-"""The boundary of two sublayers for sm_90, in Triton's Gluon dialect: fewer bytes than the portable kernels move. What it covers: `reason`."""
+"""Kernels for sm_90 alone. The boundary of two sublayers in Triton's Gluon dialect, which moves fewer bytes than the portable kernels do: what it
+covers says `covers`. The second stage of the gates' backward pass, launched before the first has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def covers(dtype: torch.dtype, n: int, d: int, aligned: int = ALIGNED) -> bool:
 
 
 @cache
-def _on_device(device: torch.device) -> bool:
+def on_device(device: torch.device) -> bool:
+    """Whether kernels for sm_90 alone can run there"""
     if device.type != "cuda" or torch.version.hip is not None or not has_gluon():
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
@@ -32,6 +34,6 @@ def _on_device(device: torch.device) -> bool:
 def takes(x: torch.Tensor, *others: torch.Tensor, aligned: int = ALIGNED) -> bool:
     """Whether the kernels here run for streams x: the one place where they and the portable ones part. Device, dtype, N and D decide, and that
     every tensor lies at a multiple of 16 bytes, as copies of 16 bytes want it."""
-    if not (x.is_cuda and covers(x.dtype, *x.shape[-2:], aligned) and _on_device(x.device)):
+    if not (x.is_cuda and covers(x.dtype, *x.shape[-2:], aligned) and on_device(x.device)):
         return False
     return not any(t.data_ptr() % 16 for t in (x, *others))
