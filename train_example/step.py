@@ -50,9 +50,10 @@ def train_step(
         losses += torch.stack([out.loss, out.lm_loss, out.kl_loss, out.mtp_loss]).detach()
         counts = out.expert_counts if counts is None else counts + out.expert_counts
 
+    row = torch.cat([losses, torch.stack(gradient_sumsq(model.parameters()))])  # first: the rest is launched while the device is at it
     dist.all_reduce(counts)
     load = (counts.max(1).values / counts.float().mean(1)).max()
-    by_rank = _gather_rows(torch.cat([losses, torch.stack(gradient_sumsq(model.parameters()))]))
+    by_rank = _gather_rows(row)
     valid_tokens, expert_load = int(divisor), float(load)
     check_finite(by_rank, step)
     total = by_rank.sum(0).tolist()
