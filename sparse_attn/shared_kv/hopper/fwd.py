@@ -6,7 +6,8 @@
 
 Tiles go in pairs. Each consumer makes P of its own tile and hands it to the other in 16 bits through shared memory, since each owns half
 of D but needs every key. The running maximum travels 0 -> 1 -> 0 with P: warpgroup 0 brings it over its tile, warpgroup 1 over the next,
-warpgroup 0 then rescales to warpgroup 1's. Row sums stay apart until the end, where the sink joins them.
+warpgroup 0 then rescales to warpgroup 1's. Row sums stay apart until the end, where the sink joins them. Of
+an odd number of tiles the last has no partner: warpgroup 1 has no scores then, and its half of P V is of one tile.
 
 The grid is as large as the device, so that q and the first keys of the next task arrive while the last one is finished: q is free after
 the last S, and the output is staged in the last key tile.
@@ -72,6 +73,13 @@ def task_of(task, rows, places, used, N: gl.constexpr, COMPRESSED: gl.constexpr,
 
 
 @gluon.jit
+def pair_is_whole(i, ranges, BN: gl.constexpr):
+    """Whether pair i has an odd tile: the last of an odd number of tiles has no partner, and nothing is loaded or computed for one. The first
+    pair counts as whole in any case, so that neither consumer can be through with a task before the other one has begun it."""
+    return (i == 0) | (2 * i + 1 < ranges[0] + gl.cdiv(ranges[5], BN))
+
+
+@gluon.jit
 def gather_tasks(
     q, ori_kv, cmp_kv, indices, places, used, rows, tasks, K, zero, q_s, k_s, q_full, q_empty, k_full, k_empty,
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr,
@@ -95,7 +103,10 @@ def gather_tasks(
                 ptrs, valid = tile_pointers(ori_kv, cmp_kv, indices, first_slot, 2 * i + tile, n, d, ranges, D, COMPRESSED == 2, BN)
                 for half in gl.static_range(2):
                     mbarrier.wait(k_empty[2 * tile + half], empty_phase)
-                    async_copy.async_copy_global_to_shared(k_s.index(z + 2 * tile + half), ptrs + half * DH, mask=valid)
+                    if tile == 0:
+                        async_copy.async_copy_global_to_shared(k_s.index(z + half), ptrs + half * DH, mask=valid)
+                    elif pair_is_whole(i, ranges, BN):
+                        async_copy.async_copy_global_to_shared(k_s.index(z + 2 + half), ptrs + half * DH, mask=valid)
                     async_copy.mbarrier_arrive(k_full[2 * tile + half], increment_count=False)
             empty_phase = empty_phase ^ 1
         q_phase = q_phase ^ 1
@@ -168,6 +179,7 @@ def consumer(
     n = gl.arange(0, BN, layout=gl.SliceLayout(0, s_layout))
     s_zero = gl.zeros([64, BN], gl.float32, layout=s_layout)
     phase = 0
+    odd_phase = 0  # of p_full[1] and p_empty[1], which a pair without an odd tile leaves alone
     q_phase = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         row, group, num_pairs, ranges = task_of(task, rows, places, used, N, COMPRESSED, True, BN)
@@ -183,14 +195,14 @@ def consumer(
             # out of the loop and spills them.
             z = i * zero
             last = i + 1 == num_pairs
+            whole = pair_is_whole(i, ranges, BN)
             _, valid = tile_keys(indices, first_slot, 2 * i + X, n, ranges, COMPRESSED == 2, BN)
-            s = scores(X, z, q_s, k_s, k_full, phase, s_zero)
-            if last:
-                mbarrier.arrive(q_empty, count=1)
-            s = gl.where(valid[None, :], s * scale2, float("-inf"))
-            s_max = gl.max(s, 1)
             if X == 0:
-                m0 = gl.maximum(m, s_max)
+                s = scores(X, z, q_s, k_s, k_full, phase, s_zero)
+                if last:
+                    mbarrier.arrive(q_empty, count=1)
+                s = gl.where(valid[None, :], s * scale2, float("-inf"))
+                m0 = gl.maximum(m, gl.max(s, 1))
                 p = gl.exp2(s - m0[:, None])
                 mbarrier.wait(p_empty[0], phase ^ 1)
                 p_s[0].store(p.to(dtype))
@@ -203,44 +215,68 @@ def consumer(
                 l = l * alpha + gl.sum(p, 1)
                 acc = warpgroup_mma_wait(0, deps=[acc_next])
                 mbarrier.arrive(k_empty[0], count=1)
-                mbarrier.wait(p_full[1], phase)
-                m1 = max_s[1].load(s_rows)
-                alpha = gl.exp2(m0 - m1)
-                l = l * alpha
-                acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+                m = m0
                 mbarrier.wait(k_full[2], phase)
-                fence_async_shared()
-                acc = warpgroup_mma(p_s[1], k_s.index(z + 2), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
+                if whole:
+                    mbarrier.wait(p_full[1], odd_phase)
+                    m = max_s[1].load(s_rows)
+                    alpha = gl.exp2(m0 - m)
+                    l = l * alpha
+                    acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+                    fence_async_shared()
+                    acc = warpgroup_mma(p_s[1], k_s.index(z + 2), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                    mbarrier.arrive(p_empty[1], count=1)
+                    odd_phase = odd_phase ^ 1
                 if not last:
                     mbarrier.arrive(k_empty[2], count=1)
-                mbarrier.arrive(p_empty[1], count=1)
-                m = m1
             else:
-                mbarrier.wait(p_full[0], phase)
-                m0 = max_s[0].load(s_rows)
-                acc = acc * gl.convert_layout(gl.exp2(m - m0), o_rows)[:, None]
-                mbarrier.wait(k_full[1], phase)
-                fence_async_shared()
-                acc_next = warpgroup_mma(p_s[0], k_s.index(z + 1), acc, is_async=True)
-                m1 = gl.maximum(m0, s_max)
-                p = gl.exp2(s - m1[:, None])
-                mbarrier.wait(p_empty[1], phase ^ 1)
-                p_s[1].store(p.to(dtype))
-                max_s[1].store(m1)
-                fence_async_shared()
-                mbarrier.arrive(p_full[1], count=1)
-                l = l * gl.exp2(m - m1) + gl.sum(p, 1)
-                alpha = gl.convert_layout(gl.exp2(m0 - m1), o_rows)
-                acc = warpgroup_mma_wait(0, deps=[acc_next])
-                mbarrier.arrive(k_empty[1], count=1)
-                mbarrier.arrive(p_empty[0], count=1)
-                acc = acc * alpha[:, None]
-                acc = warpgroup_mma(p_s[1], k_s.index(z + 3), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
+                if whole:
+                    s = scores(X, z, q_s, k_s, k_full, phase, s_zero)
+                    if last:
+                        mbarrier.arrive(q_empty, count=1)
+                    s = gl.where(valid[None, :], s * scale2, float("-inf"))
+                    s_max = gl.max(s, 1)
+                    mbarrier.wait(p_full[0], phase)
+                    m0 = max_s[0].load(s_rows)
+                    acc = acc * gl.convert_layout(gl.exp2(m - m0), o_rows)[:, None]
+                    mbarrier.wait(k_full[1], phase)
+                    fence_async_shared()
+                    acc_next = warpgroup_mma(p_s[0], k_s.index(z + 1), acc, is_async=True)
+                    m1 = gl.maximum(m0, s_max)
+                    p = gl.exp2(s - m1[:, None])
+                    mbarrier.wait(p_empty[1], odd_phase ^ 1)
+                    p_s[1].store(p.to(dtype))
+                    max_s[1].store(m1)
+                    fence_async_shared()
+                    mbarrier.arrive(p_full[1], count=1)
+                    l = l * gl.exp2(m - m1) + gl.sum(p, 1)
+                    alpha = gl.convert_layout(gl.exp2(m0 - m1), o_rows)
+                    acc = warpgroup_mma_wait(0, deps=[acc_next])
+                    mbarrier.arrive(k_empty[1], count=1)
+                    mbarrier.arrive(p_empty[0], count=1)
+                    acc = acc * alpha[:, None]
+                    acc = warpgroup_mma(p_s[1], k_s.index(z + 3), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                    m = m1
+                    odd_phase = odd_phase ^ 1
+                else:  # the last pair, and no scores of this side's own in it
+                    mbarrier.arrive(q_empty, count=1)
+                    mbarrier.wait(k_full[2], phase)  # no phase may go by unseen
+                    mbarrier.wait(k_full[3], phase)
+                    mbarrier.wait(p_full[0], phase)
+                    m0 = max_s[0].load(s_rows)
+                    l = l * gl.exp2(m - m0)
+                    acc = acc * gl.convert_layout(gl.exp2(m - m0), o_rows)[:, None]
+                    mbarrier.wait(k_full[1], phase)
+                    fence_async_shared()
+                    acc_next = warpgroup_mma(p_s[0], k_s.index(z + 1), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=[acc_next])
+                    mbarrier.arrive(k_empty[1], count=1)
+                    mbarrier.arrive(p_empty[0], count=1)
+                    m = m0
                 if not last:
                     mbarrier.arrive(k_empty[3], count=1)
-                m = m1
             phase = phase ^ 1
         # The other side has read the sums of the last task long ago: it has made P for this one since.
         sum_s[X].store(l)
