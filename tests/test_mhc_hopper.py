@@ -37,7 +37,7 @@ def test_what_is_covered():
 
 @pytest.mark.parametrize("d, with_pre_mix, launches", [(512, False, 2), (512, True, 3), (192, False, 3)])
 def test_forward_launches_where_taken(monkeypatch, d, with_pre_mix, launches):
-    """The forward's form, its arguments against what its specs declare; launches themselves are left out"""
+    """The forward's form, its arguments against what its specs declare, in the order that a direct launch wants; launches are left out"""
     if not hopper.has_gluon():
         pytest.skip("this Triton has no Gluon dialect as the kernels here need it")
     seen = []
@@ -47,6 +47,7 @@ def test_forward_launches_where_taken(monkeypatch, d, with_pre_mix, launches):
     mhc_ops.boundary.fwd.post_pre_fwd(*inputs.values(), *(() if with_pre_mix else (None,)), 20, 1e-6, 1e-6, "v4")
     assert len(seen) == launches and (seen[0][0].name == FORWARD) == (launches == 2)
     for spec, arguments in seen:
+        assert spec.kernel.arg_names == [*spec.types, *spec.consts]
         assert [kind.startswith("*") for kind in spec.types.values()] == [not isinstance(a, int | float) for a in arguments]
 
 

@@ -85,8 +85,9 @@ def expand_project_spec(d: int) -> Spec:
 @cache
 def gates_collapse_tokens_spec(d: int, iters: int, convention: str) -> Spec:
     portable = gates_collapse_spec(torch.bfloat16, STREAMS, d, iters, convention, False)
-    consts = {name: portable.consts[name] for name in ("N", "P", "D", "M", "C", "ITERS", "PAPER", "BT")}
-    consts |= {"SP": triton.next_power_of_2(d // FORWARD_ALIGNED), "BD": BLOCK_D, "STAGES": LOADS_AHEAD}
+    consts = {name: portable.consts[name] for name in ("N", "P", "D", "M", "C")}
+    consts |= {"SP": triton.next_power_of_2(d // FORWARD_ALIGNED)}
+    consts |= {name: portable.consts[name] for name in ("ITERS", "PAPER", "BT")} | {"BD": BLOCK_D, "STAGES": LOADS_AHEAD}
     return Spec(
         gates_collapse_tokens_kernel, types=portable.types, consts=consts, num_warps=1, targets=("cuda",), options={"launch_pdl": True}, arch=90
     )
