@@ -17,7 +17,7 @@ from tests.parallel_checks import ep_checks
 from tests.trainer_util import SMALL, plain_model, run_config, tokens, worst
 from train_example.gradients import SumGradients
 from train_example.moe import hash_table
-from train_example.parallel import _LARGE, _sumsq, gradient_sumsq
+from train_example.parallel import gradient_sumsq
 from train_example.step import check_finite
 
 
@@ -166,17 +166,6 @@ def test_norm_refuses_gradients_that_are_not_sharded():
     with pytest.raises(RuntimeError, match="not sharded"):
         gradient_sumsq([param])
     assert not isinstance(param.grad, DTensor)
-
-
-def test_norm_of_large_small_and_empty_shards():
-    """(torch's norm on a CPU adds up in fp32 with 2e-5 of error at these sizes.)"""
-    g = torch.Generator().manual_seed(6)
-    shards = [torch.randn(n, generator=g) for n in (_LARGE, 5, 0, _LARGE - 1, 1)] + [3 * torch.randn(2, _LARGE // 2 + 1, generator=g)]
-    assert float(_sumsq(shards)) == pytest.approx(float(sum(s.double().square().sum() for s in shards)), rel=1e-4)
-    for only in (shards[:1], shards[1:3], shards[2:3]):
-        assert float(_sumsq(only)) == pytest.approx(float(sum(s.double().square().sum() for s in only)), rel=1e-4)
-    shards[0][7] = math.nan
-    assert math.isnan(float(_sumsq(shards)))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

@@ -41,7 +41,6 @@ from train_example.run_config import ConfigError
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-_LARGE = 1 << 20  # elements of a gradient that is worth a launch of its own
 
 
 @dataclass(frozen=True)
@@ -343,16 +342,5 @@ def gradient_sumsq(params: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
         else:
             raise RuntimeError("gradient of a parameter that is not sharded; every rank would count it")
     zero = torch.zeros((), device=next((s.device for group in shards for s in group), None))
-    return tuple(_sumsq(group) if group else zero for group in shards)
-
-
-def _sumsq(shards: list[Tensor]) -> Tensor:
-    """Squared norm of all of them, in one pass and without a copy. An empty shard (a parameter smaller than the mesh) adds 0.
-
-    The foreach kernel reads large tensors in launches of 84 MB, each too small for the device; a reduction takes one at the rate of its memory.
-    """
-    large, small = [s for s in shards if s.numel() >= _LARGE], [s for s in shards if s.numel() < _LARGE]
-    norms = [torch.linalg.vector_norm(s) for s in large]
-    if small:
-        norms.append(torch.nn.utils.get_total_norm(small))
-    return torch.stack(norms).square().sum()
+    # one pass over the gradients, and no copy of them; an empty shard (a parameter smaller than the mesh) adds 0
+    return tuple(torch.nn.utils.get_total_norm(group).square() if group else zero for group in shards)
