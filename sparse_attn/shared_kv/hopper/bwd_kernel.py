@@ -10,11 +10,12 @@ loaded anew as soon as its dq is done, while warpgroup 2 still works. q and dO a
 the last dKV of this one is made. Why tiles of 64: products of 32 keys read their other operand from shared memory twice as often, and
 shared memory was what the kernel waited for.
 
-dKV and dq leave from the registers of the product, which the lanes of a warp exchange in shuffles. dKV: 16 bytes a thread, whole lines of
-128 bytes a key. A thread's channels lie 8 apart, so rows are written in an order of their own (lines_of), which bwd_cast.py undoes in the
-end. Two forms:
-    fast            vector additions into fp32 [keys, D]. Not bit-stable.
-    deterministic   16-bit partial rows [groups of heads, queries, slots, D], no atomics; then owner_sum.py
+dKV leaves from the registers of the product: 16 bytes a thread. A thread's channels lie 8 apart, so rows are written in an order of their
+own (lanes_in_order), which bwd_cast.py undoes in the end. Two forms:
+    fast            vector additions into fp32 [keys, D], whole lines of 128 bytes. Not bit-stable.
+    deterministic   16-bit partial rows [groups of heads, queries, slots, D], 64 bytes at a time, no atomics; then owner_sum.py
+dq leaves from registers too in the fast form (store_part). The deterministic form stages it in the keys' tile: it gains nothing from whole
+lines and dq from registers, both take shuffles, and is 3 % slower with them.
 
 Shared memory at D = 512, 209 KB: q 64, dO 64, keys 64, P and dZ 8 each.
 
@@ -39,7 +40,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from sparse_attn.shared_kv.hopper.bwd_copy import BN, load_order, part_of, producer, task_of
-from sparse_attn.shared_kv.hopper.core import copy_layout_for, head_pointers, new_barrier, tile_keys
+from sparse_attn.shared_kv.hopper.core import copy_layout_for, head_pointers, new_barrier, store_heads, tile_keys
 
 
 @gluon.jit
@@ -114,7 +115,7 @@ def store_part(x, value, row, group, j: gl.constexpr, N: gl.constexpr, D: gl.con
 def dq_consumer(
     X: gl.constexpr, dq, vec, out, indices, places, used, row0, count, tasks, K, zero, scale, a_s, k_s, p_s, z_s,
     a_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty,
-    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup X, 0 or 1. a_s holds q or dO, a_full says when; vec [rows, N] is the LSE, which 0 reads, or delta, which 1 writes."""
     PART: gl.constexpr = part_of(D)
@@ -170,23 +171,35 @@ def dq_consumer(
                 z_s.store(dz.to(dtype))
                 fence_async_shared()
                 mbarrier.arrive(z_full, count=1)
+            more = (i + 1 < num_tiles) | (not PARTIAL)  # the last tile's parts: PARTIAL stages dq in them
             acc0 = warpgroup_mma(z_s, k_s.index(z + OWN * X), acc0, is_async=True)
             if OWN == 2:
                 acc1 = warpgroup_mma(z_s, k_s.index(z + 2 * X + 1), acc1, is_async=True)
                 acc0, acc1 = warpgroup_mma_wait(1, deps=[acc0, acc1])
-                mbarrier.arrive(k_empty[2 * X], count=1)
+                mbarrier.arrive(k_empty[2 * X], count=1, pred=more)
                 acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
             else:
                 acc0 = warpgroup_mma_wait(0, deps=[acc0])
-            mbarrier.arrive(k_empty[OWN * X + OWN - 1], count=1)
+            mbarrier.arrive(k_empty[OWN * X + OWN - 1], count=1, pred=more)
             if X == 0:
                 mbarrier.arrive(z_empty, count=1)
             phase = phase ^ 1
         for j in gl.static_range(PARTS):
             mbarrier.arrive(q_empty[j], count=1)
-        store_part(dq, acc0, row, group, OWN * X, N, D)
-        if OWN == 2:
-            store_part(dq, acc1, row, group, 2 * X + 1, N, D)
+        if PARTIAL:
+            # Staged in this warpgroup's parts of the last tile, which are given back only then: nobody else reads them any more
+            z = num_tiles * zero
+            k_s.index(z + OWN * X).store(acc0.to(dtype))
+            store_heads(dq, k_s.index(z + OWN * X), row, group, OWN * X * PART, N, D, PART)
+            mbarrier.arrive(k_empty[OWN * X], count=1)
+            if OWN == 2:
+                k_s.index(z + 2 * X + 1).store(acc1.to(dtype))
+                store_heads(dq, k_s.index(z + 2 * X + 1), row, group, (2 * X + 1) * PART, N, D, PART)
+                mbarrier.arrive(k_empty[2 * X + 1], count=1)
+        else:
+            store_part(dq, acc0, row, group, OWN * X, N, D)
+            if OWN == 2:
+                store_part(dq, acc1, row, group, 2 * X + 1, N, D)
         q_phase = q_phase ^ 1
 
 
@@ -211,21 +224,19 @@ def row_layout(GROUP):
 
 
 @gluon.constexpr_function
-def line_layout(GROUP):
-    """row_layout with 8 lanes a row in place of 4, so that a store is whole lines: a row's bit of the lane for a bit of the registers."""
-    regs = [[0, 1], [0, 2], [4, 0], [0, 32], [8, 0]] if GROUP == 4 else [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]]
+def line_layout():
+    """row_layout(4) with 8 lanes a row in place of 4, so that an addition is whole lines: a row's bit of the lane for one of the registers."""
     return gl.DistributedLinearLayout(
-        reg_bases=regs, lane_bases=[[0, GROUP], [0, 2 * GROUP], [1, 0], [2, 0], [0, 4 * GROUP]],
+        reg_bases=[[0, 1], [0, 2], [4, 0], [0, 32], [8, 0]], lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [0, 16]],
         warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 64],
     )
 
 
 @gluon.jit
 def lanes_in_order(v, GROUP: gl.constexpr):
-    """[keys, 64 channels] of a product in line_layout. A thread's channels come side by side, GROUP of them 16 bytes: channel (r, j, lane, e)
-    goes to (r, lane, j, e), which exchanges nothing; then one exchange between lanes and registers."""
+    """[keys, 64 channels] with a thread's channels side by side, GROUP of them 16 bytes: channel (r, j, lane, e) goes to (r, lane, j, e)."""
     v = v.reshape([64, 16 // GROUP, GROUP // 2, 4, 2]).permute((0, 1, 3, 2, 4))
-    return gl.convert_layout(gl.convert_layout(v.reshape([64, 64]), row_layout(GROUP)), line_layout(GROUP))
+    return gl.convert_layout(v.reshape([64, 64]), row_layout(GROUP))
 
 
 @gluon.jit
@@ -242,7 +253,7 @@ def dkv_consumer(
     v_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     t_layout: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
     v_zero = gl.zeros([BN, 64], gl.float32, layout=v_layout)
-    out_layout: gl.constexpr = line_layout(GROUP)
+    out_layout: gl.constexpr = row_layout(GROUP) if PARTIAL else line_layout()
     n = gl.arange(0, BN, layout=gl.SliceLayout(1, out_layout))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, out_layout))
     phase = 0
@@ -280,7 +291,8 @@ def dkv_consumer(
                     gl.store(ptrs + c * 64, lanes_in_order(v.to(dtype), GROUP), mask=valid[:, None])
                     gl.thread_barrier()
                 else:
-                    gl.atomic_add(ptrs + c * 64, lanes_in_order(v, GROUP), mask=valid[:, None], sem="relaxed")
+                    lines = gl.convert_layout(lanes_in_order(v, GROUP), out_layout)
+                    gl.atomic_add(ptrs + c * 64, lines, mask=valid[:, None], sem="relaxed")
             phase = phase ^ 1
         q_phase = q_phase ^ 1
 
@@ -322,11 +334,11 @@ def hopper_bwd_kernel(
         [
             (dq_consumer, (
                 0, dq, lse, out, indices, places, used, row0, count, tasks, K, zero, scale, q_s, k_s, p_s, z_s,
-                q_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED,
+                q_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED, PARTIAL,
             )),
             (dq_consumer, (
                 1, dq, delta, out, indices, places, used, row0, count, tasks, K, zero, scale, do_s, k_s, p_s, z_s,
-                do_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED,
+                do_full, q_empty, k_full, k_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED, PARTIAL,
             )),
             (dkv_consumer, (
                 dori, dcmp, indices, places, used, row0, count, tasks, K, ori_slots, cmp_slots, zero, q_s, do_s, p_s, z_s,
