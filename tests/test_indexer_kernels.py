@@ -99,7 +99,7 @@ def test_wide_rows(kernel_device, monkeypatch, keys, topk):
 
 @pytest.mark.parametrize("topk", [600, 1100])
 def test_many_winners(kernel_device, monkeypatch, topk):
-    """Sorts of 1024 (in 32 bits, and again in 64 where that is not enough) and of 2048 keys; scores that all differ, and whole numbers."""
+    """More than are sorted together, the last set with fewer; scores that all differ, and whole numbers."""
     poison_empty(monkeypatch)
     case = cases.IndexerCase("winners", batch=1, seq=1, q_offset=5999, keys=1500, topk=topk, heads=2, head_dim=16)
     inputs = cases.make_indexer(case, device=kernel_device)
@@ -142,6 +142,30 @@ def test_segments(kernel_device, monkeypatch, kind):
     check_selection(case, kernel_device, scores_of_kind(kind, case, kernel_device))
 
 
+@KINDS
+@pytest.mark.parametrize("segment", [1024, 16384])
+def test_sets_of_winners(kernel_device, monkeypatch, kind, segment):
+    """Winners are selected and sorted in sets, here of 16: rows with fewer and more blocks than are wanted, segments."""
+    import indexer.lightning.fwd as fwd
+    import indexer.lightning.topk as topk
+
+    def forget():
+        topk.select_spec.cache_clear()
+        topk.order_spec.cache_clear()
+
+    monkeypatch.setattr(fwd, "SEGMENT", segment)
+    monkeypatch.setattr(topk, "GROUP", 16)
+    forget()
+    try:
+        poison_empty(monkeypatch)
+        case = long_case(2078, 50)
+        check_selection(case, kernel_device, scores_of_kind(kind, case, kernel_device))
+        case = cases.IndexerCase("short", documents=(3, 70), cmp_ratio=1, q_offset=2, topk=50, heads=1, head_dim=16)
+        check_selection(case, kernel_device, whole(cases.make_indexer(case, device=kernel_device)), sorted=segment == 1024)
+    finally:
+        forget()
+
+
 def test_infinite_and_signed_zero_scores(kernel_device):
     """Visible blocks of score -inf come before the empty tail; -0.0 and 0.0 are a tie."""
     case = long_case(140, 120)
@@ -179,7 +203,7 @@ def gradients(case, device, inputs, deterministic, impl):
     return torch.autograd.grad(scores, list(leaves.values()), cotangent)
 
 
-# 16 bit: dS', the partial rows of dk and the results are rounded; the interpreter truncates bf16 stores, which doubles their error
+# 16 bit: dS' and the results are rounded; the interpreter truncates bf16 stores, which doubles their error
 GRADIENT_LIMIT = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2 if interpreting() else 6e-3}
 
 
@@ -207,47 +231,6 @@ def check_gradients(case, device, dtype, deterministic):
     for name, g, w in zip(inputs, got, want):
         assert g.dtype == inputs[name].dtype
         assert relative_error(g, w) <= GRADIENT_LIMIT[dtype], f"d{name}: {relative_error(g, w):.1e}"
-
-
-@pytest.mark.parametrize("repeats", [False, True])
-def test_places_are_those_of_a_stable_sort(kernel_device, monkeypatch, repeats):
-    """Of two batch entries, from a row on that is not the first; slots without a gradient have none; an index may come again in a row."""
-    import indexer.places as module
-
-    poison_empty(monkeypatch)
-    monkeypatch.setattr(module, "CHUNK", 4)
-    queries, keys, topk, r0 = (19, 20, 16, 5) if kernel_device == "cpu" else (1500, 900, 96, 333)
-    total, rows = 2 * queries, 2 * queries - r0 - 1
-    generator = torch.Generator().manual_seed(1)
-    order = torch.rand(total, keys, generator=generator).argsort(1)[:, :topk]
-    indices = torch.randint(-1, keys // 3, (total, topk), generator=generator) if repeats else order
-    grad = torch.randn(total, topk, generator=generator) * (torch.rand(total, topk, generator=generator) < 0.8)
-    indices, grad = indices.int().to(kernel_device), grad.to(kernel_device)
-    ranks = torch.empty(rows, topk, dtype=torch.int32, device=kernel_device)
-    table, offsets = module.places(indices, grad, None, ranks, r0, rows, queries, keys, 2 * keys)
-
-    row = torch.arange(r0, r0 + rows, device=kernel_device)[:, None]
-    indices, grad = indices[r0 : r0 + rows].long(), grad[r0 : r0 + rows]
-    on = (indices >= 0) & (grad != 0)
-    key = indices + row // queries * keys
-    sizes = torch.bincount(key[on], minlength=2 * keys)
-    assert torch.equal(offsets.long(), torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])) and torch.equal(ranks >= 0, on)
-    place = torch.where(on, ranks + offsets[key.clamp(min=0)] + table[(row - r0) // 4, key.clamp(min=0)], -1)
-    want = torch.empty(rows * topk, dtype=torch.long, device=kernel_device)
-    want[torch.where(on, key, 2 * keys).flatten().sort(stable=True).indices] = torch.arange(rows * topk, device=kernel_device)
-    assert torch.equal(place.long().flatten(), torch.where(on.flatten(), want, -1))
-
-
-def test_gradients_in_pieces(kernel_device, monkeypatch):
-    """The deterministic sum in several pieces of queries gives the same as in one."""
-    import indexer.gradients as module
-
-    case = cases.SMALL[7]
-    inputs = cases.make_indexer(case, device=kernel_device, ties=False)
-    whole_sum = gradients(case, kernel_device, inputs, True, "triton")
-    monkeypatch.setattr(module, "PARTIAL_BYTES", 4 * case.topk * case.head_dim * 7)
-    for one, two in zip(whole_sum, gradients(case, kernel_device, inputs, True, "triton")):
-        assert relative_error(two, one) < 1e-6
 
 
 def test_small_gradients_in_fp16(kernel_device):

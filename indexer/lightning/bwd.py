@@ -42,10 +42,10 @@ def specs(shape: ModelShape) -> Iterator:
     for table in (False, True):
         width = NARROW
         while width <= SEGMENT:
-            yield select_spec(topk, ratio, table, 0, width)
+            yield select_spec(topk, ratio, table, 0, width, True)
             width *= 2
-        yield select_spec(topk, ratio, table, 1, SEGMENT)
-        yield select_spec(topk, ratio, table, 2, NARROW)
+        yield select_spec(topk, ratio, table, 1, SEGMENT, True)
+        yield select_spec(topk, ratio, table, 2, NARROW, True)
         yield order_spec(topk, ratio, table, True)
         both = tuple(dict.fromkeys((dtype, torch.float32)))  # the ops take either
         yield from gradient_specs(dtype, both, heads, dim, topk, table)

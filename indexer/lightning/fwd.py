@@ -11,7 +11,7 @@ from indexer.core import causal, product, relu, visible, visible_table
 from indexer.library import SEGMENT
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.ascend.topk import RESIDENT, order_ascend_spec, select_ascend_spec
-from indexer.lightning.topk import NARROW, order_spec, select_spec
+from indexer.lightning.topk import NARROW, group_size, order_spec, select_spec
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
@@ -162,31 +162,32 @@ def lightning_indexer_fwd(
 
     score = scores_spec(q.dtype, weights.dtype, heads, dim, cmp_ratio, table)
     order = order_spec(topk, cmp_ratio, table, sorted)
+    group = group_size(topk)
     tile = score.consts["NQ"]
     for b0, some, i0, n in chunks_of(batch, queries, batches, length):
         sizes = (n, queries, keys, rows, q_offset)
         seen = keys if table else min(keys, max(0, q_offset + i0 + n) // cmp_ratio)  # of the last query
         if seen:
             score.launch((triton.cdiv(n, tile), some), q, k, weights, span, buffer, b0, i0, *sizes)
-        for above, upto, width in search_widths(topk, seen):
+        for above, upto, width in search_widths(min(topk, group) if sorted else topk, seen):
             first, last = (0, n) if table else rows_between(above, upto if upto < keys else None, q_offset + i0, n, cmp_ratio)
             if first >= last:
                 continue
             grid = (last - first, some)
             args = (buffer, span, winners, indices, b0, i0, first, *sizes, segments, above, upto)
             if upto <= SEGMENT:
-                select_spec(topk, cmp_ratio, table, 0, width).launch(grid, *args)
+                select_spec(topk, cmp_ratio, table, 0, width, sorted).launch(grid, *args)
             else:
-                select_spec(topk, cmp_ratio, table, 1, SEGMENT).launch((*grid, segments), *args)
+                select_spec(topk, cmp_ratio, table, 1, SEGMENT, sorted).launch((*grid, segments), *args)
                 second = min(SEGMENT, max(NARROW, triton.next_power_of_2(segments * topk)))
-                select_spec(topk, cmp_ratio, table, 2, second).launch(grid, *args)
-        order.launch((n, some), buffer, span, indices, values, b0, i0, *sizes)
+                select_spec(topk, cmp_ratio, table, 2, second, sorted).launch(grid, *args)
+        order.launch((n, some, triton.cdiv(topk, group)), buffer, span, indices, values, b0, i0, *sizes)
     return indices, values
 
 
-def search_widths(topk: int, seen: int) -> list[tuple[int, int, int]]:
-    """(above, upto, tile width) of the searches for rows of more than topk and at most `seen` visible blocks."""
-    buckets, above, width = [], topk, NARROW
+def search_widths(fewest: int, seen: int) -> list[tuple[int, int, int]]:
+    """(above, upto, tile width) of the searches for rows of more than `fewest` and at most `seen` visible blocks."""
+    buckets, above, width = [], fewest, NARROW
     while above < seen and width <= SEGMENT:
         if width > above:
             buckets.append((above, width, width))
