@@ -4,8 +4,8 @@ Of dI on the slots of a query: dS' = dI 1[S > 0] with S = k q^T, dq = w (dS'^T k
 dw comes out of the product that dq needs anyway, so that no second sum over slots is held (192 registers against 254). In bf16 dS' is
 rounded, an error of 1e-3. A slot counts where its index is in range and its dI is not 0; no other row of k is read.
 
-The rows of dk are summed in fp32, by atomics, or in a fixed order: every program writes its rows, and each key sums those that are its own.
-On a GPU they are written where the key finds them side by side (`indexer/places.py`), on Ascend in the order of their slots, which are sorted.
+The rows of dk are summed by atomics in fp32, or deterministically: on a GPU by atomics in whole numbers (`indexer/fixed_point.py`), on Ascend
+in a fixed order, where every program writes its rows in the order of their slots, which are sorted, and each key sums those that are its own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 from indexer.core import ASCEND, product, visible_of_row
-from indexer.places import chunk_size, place_specs, places, rank_spec, sum_rows_spec
+from indexer.fixed_point import MAX_SLOTS, add_units, bounds_spec, make_scales, sum_specs, words_of
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
 BLOCK_HEADS = 64
-PARTIAL_BYTES = 1 << 30  # of the rows of dk that wait for their owners
+PARTIAL_BYTES = 1 << 30  # of the rows of dk that wait for their owners, on Ascend
 
 
 @triton.jit
@@ -34,8 +34,8 @@ def weighted_piece(q_rows, place, w, some, first: tl.constexpr, D: tl.constexpr,
 
 @triton.jit
 def add_piece(
-    out, place, on, ds, piece, peak, first: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BS: tl.constexpr, ATOMIC: tl.constexpr,
-    SHRINK: tl.constexpr,
+    out, place, on, ds, piece, peak, scale, stride, first: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BS: tl.constexpr,
+    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr,
 ):  # fmt: skip
     """dS' (w q) of C channels, to the rows of dk at `place` or into rows of their own."""
     c = first + tl.arange(0, C)
@@ -43,7 +43,9 @@ def add_piece(
     if SHRINK:
         part *= peak
     mask = on[:, None] & (c < D)[None, :]
-    if ATOMIC:
+    if FIXED:
+        add_units(out, place, first, on, part, scale, stride, C, BS, piece.dtype == tl.float32)
+    elif ATOMIC:
         tl.atomic_add(out + place[:, None] * D + c[None, :], part, mask=mask, sem="relaxed")
     else:
         tl.store(out + place[:, None] * D + c[None, :], part.to(out.dtype.element_ty), mask=mask)
@@ -65,15 +67,15 @@ def kl_terms(x, u, on, mass, counts, total, log_total, MARGINAL: tl.constexpr):
 
 @triton.jit
 def gradients_of_query(
-    q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, row, local, h0, S, S3, keys, size,
+    q, k, weights, indices, dscores, span, dq, dk, owners, scales, dweights, row, local, h0, S, S3, stride,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, PLACED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
     STAGES: tl.constexpr,
     LOSS: tl.constexpr = False, teacher=None, loss=None, counted=None, rows=0, q_offset=0, MARGINAL: tl.constexpr = False, R: tl.constexpr = 1,
 ):  # fmt: skip
-    """HB heads of query `row`, the `local`-th of a piece. dk is the fp32 sum [B, S3, D] (ATOMIC) or rows of their own: at the places of
-    `indexer.places`, whose ranks are in owners (PLACED), or [queries, K, D], and the keys go into owners [queries, K], -1 where a row adds
-    to none. Offsets within a query's slots, a batch entry's keys and a piece's rows fit 32 bits.
+    """HB heads of query `row`, the `local`-th of a piece. dk is the sum [B, S3, D] (ATOMIC), in fp32 or, FIXED, in rows of `stride` words
+    of `indexer.fixed_point`; or rows of their own, [queries, K, D], whose keys go into owners [queries, K], -1 where a row adds to none.
+    Offsets within a query's slots, a batch entry's keys and a piece's rows fit 32 bits.
 
     LOSS: dscores holds the scores; dI is made of them and the teacher where it is needed, and the row's KL goes into loss and counted.
     """
@@ -112,7 +114,7 @@ def gradients_of_query(
     if SHRINK:  # dI is held between -1 and 1, so that fp16 neither overflows nor loses small gradients
         peak = tl.max(tl.abs(every), 0)
         shrink = tl.where(peak > 0.0, 1.0 / tl.where(peak > 0.0, peak, 1.0), 0.0)
-    if not (ATOMIC | PLACED):
+    if not ATOMIC:
         owner = tl.where(counts, listed + first.to(tl.int32), -1)
         tl.store(owners + local.to(tl.int64) * K + slot, owner.to(owners.dtype.element_ty), mask=slot < K)
 
@@ -132,9 +134,11 @@ def gradients_of_query(
         piece3 = weighted_piece(q_rows, place, w, some, 3 * C, D, C)
     k_rows = k + first * D
     out = dk
-    if ATOMIC:
+    if FIXED:
+        out += first * stride
+    elif ATOMIC:
         out += first * D
-    elif not PLACED:
+    else:
         out += local.to(tl.int64) * K * D
     sums = tl.zeros([HB, DP], tl.float32)
     n = tl.arange(0, BS)
@@ -154,10 +158,6 @@ def gradients_of_query(
         index = tl.where(on, index, spare)
         if ATOMIC:
             here = index
-        elif PLACED:
-            key = index + first.to(tl.int32)
-            here = tl.load(owners + local.to(tl.int64) * K + j + n, mask=j + n < K, other=0) + tl.load(offsets + key)
-            here += tl.load(table + (local // size).to(tl.int64) * keys + key)
         else:
             here = j + n
         if ASCEND:  # its older compiler takes no gather without a mask
@@ -168,14 +168,17 @@ def gradients_of_query(
             block = tl.load(k_rows + index[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
         s = product(block, q_t, tl.zeros([BS, HB], tl.float32))
         ds = tl.where(s > 0.0, grad[:, None], 0.0).to(block.dtype)
+        scale = 1.0
+        if FIXED:
+            scale = tl.load(scales + first + index)
         if EARLY:
             sums = product(tl.trans(ds), block, sums)
-        add_piece(out, here, on, ds, piece0, peak, 0, D, C, BS, ATOMIC, SHRINK)
+        add_piece(out, here, on, ds, piece0, peak, scale, stride, 0, D, C, BS, ATOMIC, FIXED, SHRINK)
         if PARTS >= 2:
-            add_piece(out, here, on, ds, piece1, peak, C, D, C, BS, ATOMIC, SHRINK)
+            add_piece(out, here, on, ds, piece1, peak, scale, stride, C, D, C, BS, ATOMIC, FIXED, SHRINK)
         if PARTS == 4:
-            add_piece(out, here, on, ds, piece2, peak, 2 * C, D, C, BS, ATOMIC, SHRINK)
-            add_piece(out, here, on, ds, piece3, peak, 3 * C, D, C, BS, ATOMIC, SHRINK)
+            add_piece(out, here, on, ds, piece2, peak, scale, stride, 2 * C, D, C, BS, ATOMIC, FIXED, SHRINK)
+            add_piece(out, here, on, ds, piece3, peak, scale, stride, 3 * C, D, C, BS, ATOMIC, FIXED, SHRINK)
         if not EARLY:
             sums = product(tl.trans(ds), block, sums)
     if SHRINK:
@@ -185,36 +188,36 @@ def gradients_of_query(
     tl.store(dq + row * H * D + place + d[None, :], (sums * w[:, None]).to(dq.dtype.element_ty), mask=(head < H)[:, None] & (d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["r0", "h0", "S", "S3", "keys", "size"])
+@triton.jit(do_not_specialize=["r0", "h0", "S", "S3", "stride"])
 def gradients_kernel(
-    q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, r0, h0, S, S3, keys, size,
+    q, k, weights, indices, dscores, span, dq, dk, owners, scales, dweights, r0, h0, S, S3, stride,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, PLACED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a query and block of heads."""
     row = (r0 + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # later queries hold more slots and go first
     local = tl.num_programs(0) - 1 - tl.program_id(0)
     gradients_of_query(
-        q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, row, local, h0, S, S3, keys, size,
-        H, HB, D, DP, K, P, TABLE, ATOMIC, PLACED, SHRINK, BS, PARTS, EARLY, STAGES,
+        q, k, weights, indices, dscores, span, dq, dk, owners, scales, dweights, row, local, h0, S, S3, stride,
+        H, HB, D, DP, K, P, TABLE, ATOMIC, FIXED, SHRINK, BS, PARTS, EARLY, STAGES,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["r0", "h0", "S", "S3", "keys", "size", "tasks"])
+@triton.jit(do_not_specialize=["r0", "h0", "S", "S3", "stride", "tasks"])
 def gradients_ascend_kernel(
-    q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, r0, h0, S, S3, keys, size, tasks,
+    q, k, weights, indices, dscores, span, dq, dk, owners, scales, dweights, r0, h0, S, S3, stride, tasks,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, PLACED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program works through queries; the grid's second size is 1. Partial rows alone: Ascend would add element by element."""
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         local = tasks - 1 - task
         gradients_of_query(
-            q, k, weights, indices, dscores, span, dq, dk, owners, table, offsets, dweights, (r0 + local).to(tl.int64), local, h0, S, S3,
-            keys, size,
-            H, HB, D, DP, K, P, TABLE, ATOMIC, PLACED, SHRINK, BS, PARTS, EARLY, STAGES,
+            q, k, weights, indices, dscores, span, dq, dk, owners, scales, dweights, (r0 + local).to(tl.int64), local, h0, S, S3,
+            stride,
+            H, HB, D, DP, K, P, TABLE, ATOMIC, FIXED, SHRINK, BS, PARTS, EARLY, STAGES,
         )  # fmt: skip
 
 
@@ -242,9 +245,9 @@ def owner_sum_ascend_kernel(partial, order, offsets, dk, tasks, D: tl.constexpr,
 
 @cache
 def gradients_spec(
-    dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, topk: int, table: bool, rows: bool, npu: bool = False
+    dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, topk: int, table: bool, deterministic: bool, npu: bool = False
 ) -> Spec:
-    """rows: dk in rows of their own rather than by atomics."""
+    """deterministic: dk in whole numbers on a GPU, in rows of their own on Ascend."""
     name = TRITON_DTYPE[dtype]
     padded = max(16, triton.next_power_of_2(dim))
     wide = dtype == torch.float32 or npu
@@ -253,15 +256,15 @@ def gradients_spec(
         gradients_ascend_kernel if npu else gradients_kernel,
         types={
             "q": f"*{name}", "k": f"*{name}", "weights": f"*{TRITON_DTYPE[weights_dtype]}", "indices": "*i32", "dscores": "*fp32",
-            "span": "*i32", "dq": f"*{name}", "dk": f"*{name}" if rows else "*fp32",
-            "owners": "*i32", "table": "*i32", "offsets": "*i32", "dweights": "*fp32",
-            **dict.fromkeys(("r0", "h0", "S", "S3", "keys", "size"), "i32"), **({"tasks": "i32"} if npu else {}),
+            "span": "*i32", "dq": f"*{name}", "dk": f"*{name}" if npu else "*i64" if deterministic else "*fp32",
+            "owners": "*i32", "scales": "*fp32", "dweights": "*fp32",
+            **dict.fromkeys(("r0", "h0", "S", "S3", "stride"), "i32"), **({"tasks": "i32"} if npu else {}),
         },
         consts={
             "H": heads, "HB": max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim, "DP": padded, "K": topk,
-            "P": max(16, triton.next_power_of_2(topk)), "TABLE": table, "ATOMIC": not rows, "PLACED": rows and not npu,
+            "P": max(16, triton.next_power_of_2(topk)), "TABLE": table, "ATOMIC": not npu, "FIXED": deterministic and not npu,
             "SHRINK": dtype == torch.float16,
-            "BS": 32 if dtype == torch.float32 else 64, "PARTS": parts, "EARLY": rows and not wide, "STAGES": (2 if wide else 3) if rows else 1,
+            "BS": 32 if dtype == torch.float32 else 64, "PARTS": parts, "EARLY": deterministic and not wide, "STAGES": 2 if npu else 1,
         },
         num_warps=4,
         # three programs on a multiprocessor instead of two, for a few registers that are spilled outside the loop
@@ -282,11 +285,11 @@ def gradient_specs(
 ) -> Iterator[Spec]:
     """All that `slot_gradients` can launch."""
     for weights in weights_dtypes:
-        for rows, npu in ((False, False), (True, False), (True, True)):
-            yield gradients_spec(dtype, weights, heads, dim, topk, table, rows, npu)
-    yield rank_spec(topk, table)
-    yield from place_specs()
-    yield sum_rows_spec(TRITON_DTYPE[dtype], dim)
+        for deterministic, npu in ((False, False), (True, False), (True, True)):
+            spec = gradients_spec(dtype, weights, heads, dim, topk, table, deterministic, npu)
+            yield spec
+        yield bounds_spec(dtype, weights, heads, dim, topk, table, spec.consts["HB"])
+    yield from sum_specs(dtype, dim)
     yield owner_sum_spec(dtype, dim)
 
 
@@ -316,30 +319,41 @@ def slot_gradients(
         return dq.zero_(), dk, dweights.zero_()
     spec = gradients_spec(q.dtype, weights.dtype, heads, dim, topk, span is not None, deterministic or npu, npu)
     blocks = triton.cdiv(heads, spec.consts["HB"])
+    every = batch * keys
     tensors = (q, k, weights, indices, dscores, indices if span is None else span, dq)
-    if not deterministic and not npu:
-        spec.launch((rows, blocks), *tensors, dk, indices, indices, indices, dweights, 0, 0, queries, keys, 0, 1)
-        return dq, dk, dweights
+    if npu:
+        _sum_by_owners(spec, tensors, dk, dweights, blocks, rows)
+    elif deterministic:
+        length = max(1, min(rows, MAX_SLOTS // (topk * blocks)))
+        for r0 in range(0, rows, length):  # all at once but for half a million queries
+            some = min(length, rows - r0)
+            words = torch.zeros(every, words_of(q.dtype, dim), dtype=torch.int64, device=q.device)
+            scales = make_scales(q, weights, indices, dscores, span, r0, some, queries, keys, every, spec.consts["HB"])
+            spec.launch((some, blocks), *tensors, words, indices, scales, dweights, r0, 0, queries, keys, words.shape[1])
+            sum_specs(q.dtype, dim)[1].launch((every,), words, scales, dk)
+    else:
+        spec.launch((rows, blocks), *tensors, dk, indices, dweights, dweights, 0, 0, queries, keys, dim)
+    return dq, dk, dweights
+
+
+def _sum_by_owners(
+    spec: Spec, tensors: tuple[torch.Tensor, ...], dk: torch.Tensor, dweights: torch.Tensor, blocks: int, rows: int
+) -> None:
+    """The form for Ascend: a launch for each block of heads and piece of queries, whose rows of dk take PARTIAL_BYTES at most."""
+    q, k, _, indices = tensors[:4]
+    dim, topk, keys = q.shape[-1], indices.shape[-1], k.shape[-2]
+    every = dk.numel() // dim
     length = min(rows, max(1, PARTIAL_BYTES // (topk * dim * q.element_size())))
     partial = torch.empty(length * topk, dim, dtype=q.dtype, device=q.device)
     owners = torch.empty(length * topk, dtype=torch.int32, device=q.device)
-    every = batch * keys
-    bounds = torch.arange(every + 1, dtype=torch.int32, device=q.device) if npu else owners
+    bounds = torch.arange(every + 1, dtype=torch.int32, device=q.device)
     for r0 in range(0, rows, length):
         some = min(length, rows - r0)
-        sizes = (queries, keys, every, chunk_size(some))
-        table = offsets = owners
-        if not npu:
-            table, offsets = places(indices, dscores, span, owners, r0, some, queries, keys, every)
-        for h0 in range(blocks):  # whose rows lie in the same places
-            arguments = (*tensors, partial, owners, table, offsets, dweights, r0, h0, *sizes)
-            spec.launch((grid_size(q.device, some, npu), 1), *arguments, *((some,) if npu else ()))
-            if not npu:
-                sum_rows_spec(TRITON_DTYPE[q.dtype], dim).launch((every,), partial, offsets, dk)
-                continue
-            if h0 == 0:  # the same for every block of heads
+        for h0 in range(blocks):  # whose rows have the same keys
+            sizes = (r0, h0, q.shape[-3], keys, dim, some)
+            spec.launch((grid_size(q.device, some, True), 1), *tensors, partial, owners, dweights, dweights, *sizes)
+            if h0 == 0:
                 lists, order = owners[: some * topk].sort(stable=True)
                 ends = torch.searchsorted(lists, bounds)
-            grid = (grid_size(q.device, every, npu, vector=True),)
+            grid = (grid_size(q.device, every, True, vector=True),)
             owner_sum_spec(q.dtype, dim).launch(grid, partial, order, ends, dk, every)
-    return dq, dk, dweights

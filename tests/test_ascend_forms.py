@@ -10,6 +10,7 @@ import torch
 
 from indexer import lightning_indexer
 from reference.cases import indexer as indexer_cases
+from reference.cases import relative_error
 from reference.cases.mhc import MhcShape
 from reference.cases.sparse_attn import ATTENTION_CASES, AttentionCase
 from tests import kl_util as kl
@@ -48,6 +49,17 @@ def test_attention_in_bf16(kernel_device, launched, mode):
     case = AttentionCase("", mode, B=1, S=3, S2=75, N=34, D=272, window=37, cmp_ratio=2, K=35)
     check(case, kernel_device, torch.bfloat16)
     assert any(spec.name == "attention_dq_kernel" and spec.consts["BN"] == 32 for spec in launched)
+
+
+def test_gradients_of_the_indexer_in_pieces(kernel_device, launched, monkeypatch):
+    """Rows of dk of several pieces of queries give the same sums as those of one."""
+    import indexer.gradients as module
+    from tests.test_indexer_fixed_point import SLOTS, make
+
+    inputs = make(kernel_device)
+    whole = module.slot_gradients(*inputs, None, False)[1]
+    monkeypatch.setattr(module, "PARTIAL_BYTES", 4 * SLOTS * 20 * 7)
+    assert relative_error(module.slot_gradients(*inputs, None, False)[1], whole) < 1e-6
 
 
 def test_attention_in_chunks_of_queries(kernel_device, launched, monkeypatch):

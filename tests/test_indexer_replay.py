@@ -12,7 +12,7 @@ from tests.kl_util import make
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing is launched")
 
-FILES = ("core", "gradients", "places", "kl_loss.fused", "kl_loss.fwd", "kl_loss.slots", "kl_loss.dense", "lightning.fwd", "lightning.topk")
+FILES = ("core", "gradients", "fixed_point", "kl_loss.fused", "kl_loss.fwd", "kl_loss.slots", "kl_loss.dense", "lightning.fwd", "lightning.topk")
 MODULES = tuple(f"indexer.{name}" for name in FILES)
 SIZES = dict(q_offset=9, heads=2, head_dim=16, topk=4, attn_heads=2, attn_dim=16)
 CASES = {"BSND": cases.IndexerCase("BSND", batch=2, seq=3, **SIZES), "TND": cases.IndexerCase("TND", documents=(3, 2), **SIZES)}

@@ -180,7 +180,7 @@ def test_deterministic_in_pieces(kernel_device, monkeypatch):
     leaves, options = make(dataclasses.replace(BSND, seq=4), "given/joint", device=kernel_device)
     one, two, fast = (evaluate(leaves, options, "triton", deterministic=x)[1] for x in (True, True, False))
     assert all(torch.equal(a, b) for a, b in zip(one, two))
-    monkeypatch.setattr(module, "PARTIAL_BYTES", 4 * BSND.topk * BSND.head_dim * 3)
+    monkeypatch.setattr(module, "MAX_SLOTS", BSND.topk * 3)
     pieces = evaluate(leaves, options, "triton", deterministic=True)[1]
     for a, b, c in zip(one, fast, pieces):
         assert relative_error(b, a) < 1e-6 and relative_error(c, a) < 1e-6
