@@ -18,6 +18,7 @@ from sparse_attn.shared_kv.hopper.bwd_cast import cast_spec, cast_sums
 from sparse_attn.shared_kv.hopper.bwd_kernel import hopper_bwd_kernel
 from sparse_attn.shared_kv.hopper.core import HEADS, programs
 from sparse_attn.shared_kv.hopper.dense import dense_supports
+from sparse_attn.shared_kv.hopper.dense_bwd import dense_attention_bwd, dense_backward_specs, dense_bwd_supports
 from sparse_attn.shared_kv.hopper.dense_fwd import dense_forward_spec
 from sparse_attn.shared_kv.hopper.fwd import forward_spec
 from sparse_attn.shared_kv.hopper.owner_sum import (
@@ -63,6 +64,10 @@ def attention_bwd(
     """dq, dori_kv, dcmp_kv, dsinks of the op shared_kv_bwd, for calls that hopper_supports takes; empty for what was not given."""
     N, D = q.shape[-2:]
     dtype, mode = q.dtype, mode_of(cmp_kv, cmp_indices)
+    if dense_bwd_supports(D, window, mode, cmp_kv, cu_q is not None):
+        return dense_attention_bwd(
+            dout, q, ori_kv, cmp_kv, sinks, lse, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, scale, cmp_ratio, window
+        )
     q, dout, out, lse, ori_kv = (x.contiguous() for x in (q, dout, out, lse, ori_kv))
     rows = lse.numel() // N
     cmp_shape = (0,) if cmp_kv is None else cmp_kv.shape
@@ -139,11 +144,12 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     if dense:
         yield dense_forward_spec(dtype, N, D, False, True)
         yield dense_forward_spec(dtype, N, D, True, True)
+        yield from dense_backward_specs(dtype, N, D)
     for mode in (NONE, ALL, SELECTED):
         if mode != NONE or not dense:
             yield forward_spec(dtype, N, D, mode, True)
-        for partial in (False, True):
-            yield backward_spec(dtype, N, D, mode, partial)
+            for partial in (False, True):
+                yield backward_spec(dtype, N, D, mode, partial)
     for column in (0, 2):
         yield bounds_spec(column)
         yield range_sum_spec(dtype, groups, D, column)

@@ -1,0 +1,353 @@
+"""Kernel 1 of the dense backward for sm_90: P, dZ and dq where a query's ranges are contiguous and short. Kernel 2: dense_dkv.py.
+
+The forward's structure (dense_fwd.py): steps of 8 queries, their keys in a ring of 144 slots, entries resident; two consumers with a tile of 64
+(query, head) rows in turn, a producer of q and dO for both, a producer of keys. S and dP of all keys are in registers at once, so delta is the
+row sum of P dP, in fp32 and before anything is rounded: out is not read, and dq of a query with few keys does not suffer from the rounding of out.
+q and dO come as pairs: chunk c of both in one pair of slots of a ring of four (SWA) or two (with entries).
+
+P and dZ leave in 16 bits, [rows, 144] in slots key % 144 and [rows, 32] for the entries, zero where a row does not see a key; columns of a block of
+16 stand in the order 4 lane + 2 j + e for 8 j + 2 lane + e, so that a thread writes 8 bytes and a row 32 at a time, without an exchange.
+
+Shared memory at D = 512, 225 KB: keys 144; q and dO 64, or 32 and entries 32; staging of dq 16.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from kernel_runtime.launch import TRITON_DTYPE, Spec
+from sparse_attn.shared_kv.hopper.core import copy_layout_for
+from sparse_attn.shared_kv.hopper.dense import (
+    CHUNK,
+    ENTRIES_MAX,
+    RING,
+    RING_A,
+    RING_B,
+    free_keys,
+    hear_step,
+    key_producer,
+    new_facts,
+    new_pair_barriers,
+    new_ring,
+    new_step_barriers,
+    number,
+    queries_of_program,
+    slot_keys,
+    take_keys,
+)
+from sparse_attn.shared_kv.hopper.dense_fwd import one_query, seen_by
+
+
+@gluon.constexpr_function
+def turned(step):
+    """A product's layout [64, CHUNK] after `step` exchanges between the 4 lanes of a row and a thread's registers: after two, a thread holds 8
+    channels side by side and the lanes 32 of them, 64 bytes. Each is one transposition, for which Triton shuffles; both at once would go
+    through shared memory."""
+    low = [[0, 1], [0, 8], [0, 16]]
+    lanes = [[0, 2], [0, 4]]
+    if step >= 1:
+        low[1], lanes[0] = lanes[0], low[1]
+    if step >= 2:
+        low[2], lanes[1] = lanes[1], low[2]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*low, [0, 32], [8, 0]], lane_bases=[*lanes, [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]], block_bases=[],
+        shape=[64, 64],
+    )
+
+
+@gluon.jit
+def pair_producer(
+    q, do, rows, zero, slots, full_0, full_1, empty, facts, told, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr
+):  # fmt: skip
+    """Chunk c of q and of dO of all tiles in order, in slots 2 (c % PAIRS) and the next; barriers as in dense.q_producer."""
+    USES: gl.constexpr = D // CHUNK // PAIRS  # of a pair of slots by a tile
+    layout: gl.constexpr = copy_layout_for(CHUNK, 2)
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
+    query, last_query = queries_of_program(rows)
+    tiles_before = 0
+    step = 0
+    while query < last_query:
+        last, _, _ = hear_step(step, facts, told)
+        tiles = gl.cdiv((last - query) * N, 64)
+        row_end = last.to(gl.int64) * N
+        for tile in range(tiles):
+            row = query.to(gl.int64) * N + tile * 64 + n
+            on = row < row_end
+            at = gl.where(on, row, 0)[:, None] * D + d[None, :]
+            for c in gl.static_range(D // CHUNK):
+                use = (tiles_before + tile) * USES + c // PAIRS
+                mbarrier.wait(empty[c % PAIRS], (use & 1) ^ 1)
+                z = tile * zero + 2 * (c % PAIRS)
+                async_copy.async_copy_global_to_shared(slots.index(z), q + at + c * CHUNK, mask=on[:, None])
+                async_copy.async_copy_global_to_shared(slots.index(z + 1), do + at + c * CHUNK, mask=on[:, None])
+                if (tiles_before + tile) % 2 == 0:
+                    async_copy.mbarrier_arrive(full_0[c % PAIRS], increment_count=False)
+                else:
+                    async_copy.mbarrier_arrive(full_1[c % PAIRS], increment_count=False)
+        tiles_before += tiles
+        step += 1
+        query = last
+
+
+@gluon.jit
+def products_done(LEFT: gl.constexpr, sa, sb, se, da, db, de, ENTRIES: gl.constexpr):
+    if ENTRIES > 0:
+        sa, sb, se, da, db, de = warpgroup_mma_wait(LEFT, deps=[sa, sb, se, da, db, de])
+    else:
+        sa, sb, da, db = warpgroup_mma_wait(LEFT, deps=[sa, sb, da, db])
+    return sa, sb, se, da, db, de
+
+
+@gluon.jit
+def score_chunk(
+    j: gl.constexpr, g, sa, sb, se, da, db, de, turn, z, ring_a, ring_b, entry_s, slots, full, empty,
+    D: gl.constexpr, ENTRIES: gl.constexpr, PAIRS: gl.constexpr,
+):  # fmt: skip
+    """S += q K^T and dP += dO K^T over chunk j of a group of four. A chunk's slots are free again when the next one's products have been issued and
+    its own are done."""
+    USES: gl.constexpr = D // CHUNK // PAIRS
+    PRODUCTS: gl.constexpr = 6 if ENTRIES else 4
+    at = g * 4 + j + z
+    mbarrier.wait(full[j % PAIRS], (turn * USES + (g * 4 + j) // PAIRS) & 1)
+    fence_async_shared()
+    x = slots.index(z + 2 * (j % PAIRS))
+    y = slots.index(z + 2 * (j % PAIRS) + 1)
+    sa = warpgroup_mma(x, ring_a.index(at).permute((1, 0)), sa, is_async=True)
+    sb = warpgroup_mma(x, ring_b.index(at).permute((1, 0)), sb, is_async=True)
+    if ENTRIES > 0:
+        se = warpgroup_mma(x, entry_s.index(at).permute((1, 0)), se, is_async=True)
+    da = warpgroup_mma(y, ring_a.index(at).permute((1, 0)), da, is_async=True)
+    db = warpgroup_mma(y, ring_b.index(at).permute((1, 0)), db, is_async=True)
+    if ENTRIES > 0:
+        de = warpgroup_mma(y, entry_s.index(at).permute((1, 0)), de, is_async=True)
+    if j > 0:
+        sa, sb, se, da, db, de = products_done(PRODUCTS, sa, sb, se, da, db, de, ENTRIES)
+        mbarrier.arrive(empty[(j - 1) % PAIRS], count=1)
+    if j == 3:  # no product may run on into the next pass of the loop
+        sa, sb, se, da, db, de = products_done(0, sa, sb, se, da, db, de, ENTRIES)
+        mbarrier.arrive(empty[j % PAIRS], count=1)
+    return sa, sb, se, da, db, de
+
+
+@gluon.jit
+def dq_chunk(c: gl.constexpr, g, za, zb, ze, o_zero, z, ring_a, ring_b, entry_s, ENTRIES: gl.constexpr):
+    at = g * 4 + c + z
+    o = warpgroup_mma(za, ring_a.index(at), o_zero, use_acc=False, is_async=True)
+    o = warpgroup_mma(zb, ring_b.index(at), o, is_async=True)
+    if ENTRIES > 0:
+        o = warpgroup_mma(ze, entry_s.index(at), o, is_async=True)
+    return o
+
+
+@gluon.constexpr_function
+def block_layout(W):
+    """Of [64, W] with the columns of every block of 16 in the order of store_blocks: a thread's four stand side by side."""
+    high = [[0, 16 << i] for i in range((W // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], *high, [8, 0]], lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, W],
+    )
+
+
+@gluon.jit
+def store_blocks(x, row, row_end, v, first: gl.constexpr, STRIDE: gl.constexpr, ALL_ON: gl.constexpr):
+    """v [64, W] to columns from `first` on of x [rows, STRIDE]: column 8 j + 2 lane + e of a block of 16 goes to 4 lane + 2 j + e."""
+    W: gl.constexpr = v.shape[1]
+    layout: gl.constexpr = block_layout(W)
+    v = v.reshape([64, W // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, W])
+    v = gl.convert_layout(v, layout, assert_trivial=True)
+    r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    n = first + gl.arange(0, W, layout=gl.SliceLayout(0, layout))
+    ptrs = x + r[:, None] * STRIDE + n[None, :]
+    if ALL_ON:
+        gl.store(ptrs, v)
+    else:
+        gl.store(ptrs, v, mask=(r < row_end)[:, None])
+
+
+@gluon.jit
+def tile_backward(
+    row, row_end, query, step, low, cmp_begin, turn, z, zero, lse, dq, p, dz, pe, dze, delta, places, scale, ring_a, ring_b, entry_s, slots, full,
+    empty, facts, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, PAIRS: gl.constexpr,
+):  # fmt: skip
+    """One tile of 64 rows, this consumer's tile number `turn`."""
+    TILES: gl.constexpr = 1 if ENTRIES else 0
+    BE: gl.constexpr = max(16, ENTRIES)
+    ONE_QUERY: gl.constexpr = one_query(N)
+    dtype: gl.constexpr = dq.dtype.element_ty
+    a_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING_A, 16])
+    b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING_B, 16])
+    e_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BE, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    z_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    a_rows: gl.constexpr = gl.SliceLayout(1, a_layout)
+    b_rows: gl.constexpr = gl.SliceLayout(1, b_layout)
+    e_rows: gl.constexpr = gl.SliceLayout(1, e_layout)
+    r = row + gl.arange(0, 64, layout=a_rows)
+    on = r < row_end
+    # asked for before they are needed; rows past the end get an LSE of +inf, so P = 0
+    lse2 = gl.load(lse + r, mask=on, other=float("inf")) * 1.4426950408889634
+    if not ONE_QUERY:
+        where = places + r // N * 4
+        begin = gl.load(where, mask=on, other=0)
+        stop = gl.load(where + 1, mask=on, other=0)
+        seen = stop
+        if ENTRIES > 0:
+            seen = gl.load(where + 3, mask=on, other=0) - cmp_begin
+    sa = gl.zeros([64, RING_A], gl.float32, layout=a_layout)
+    sb = gl.zeros([64, RING_B], gl.float32, layout=b_layout)
+    se = gl.zeros([64, BE], gl.float32, layout=e_layout)
+    da = gl.zeros([64, RING_A], gl.float32, layout=a_layout)
+    db = gl.zeros([64, RING_B], gl.float32, layout=b_layout)
+    de = gl.zeros([64, BE], gl.float32, layout=e_layout)
+    # A zero that is another one in every pass. Were it the same, descriptors of all chunks would be made before the loop, for which there are no
+    # registers, and what is spilled instead is not in L1, which shared memory leaves too little of: 400 cycles for each of a dozen a tile
+    for g in range(D // CHUNK // 4):
+        z = (z + g) * zero
+        for j in gl.static_range(4):
+            sa, sb, se, da, db, de = score_chunk(
+                j, g, sa, sb, se, da, db, de, turn, z, ring_a, ring_b, entry_s, slots, full, empty, D, ENTRIES, PAIRS
+            )
+    if ONE_QUERY:
+        i = (row // N).to(gl.int32) - query
+        begin = number(facts[1], i, step)
+        stop = number(facts[2], i, step)
+        seen = 0
+        if ENTRIES > 0:
+            seen = number(facts[3], i, step)
+    scale2 = scale * 1.4426950408889634
+    ka = slot_keys(gl.arange(0, RING_A, layout=gl.SliceLayout(0, a_layout)), low)
+    kb = slot_keys(RING_A + gl.arange(0, RING_B, layout=gl.SliceLayout(0, b_layout)), low)
+    # both with exponent and weight at once: what is not seen is 0 whatever the product made of it
+    sa = gl.where(seen_by(ka, begin, stop, a_rows, ONE_QUERY), gl.exp2(sa * scale2 - lse2[:, None]), 0.0)
+    sb = gl.where(seen_by(kb, begin, stop, b_rows, ONE_QUERY), gl.exp2(sb * scale2 - gl.convert_layout(lse2, b_rows)[:, None]), 0.0)
+    w = gl.sum(sa * da, 1) + gl.convert_layout(gl.sum(sb * db, 1), a_rows)
+    if TILES == 1:
+        entry = gl.arange(0, BE, layout=gl.SliceLayout(0, e_layout))
+        if ONE_QUERY:
+            visible = (entry < seen)[None, :]
+        else:
+            visible = entry[None, :] < gl.convert_layout(seen, e_rows)[:, None]
+        se = gl.where(visible, gl.exp2(se * scale2 - gl.convert_layout(lse2, e_rows)[:, None]), 0.0)
+        w += gl.convert_layout(gl.sum(se * de, 1), a_rows)
+    gl.store(delta + r, w, mask=on)
+    za = (sa * (da - w[:, None]) * scale).to(dtype)
+    zb = (sb * (db - gl.convert_layout(w, b_rows)[:, None]) * scale).to(dtype)
+    ze = zb
+    if TILES == 1:
+        ze = (se * (de - gl.convert_layout(w, e_rows)[:, None]) * scale).to(dtype)
+    store_blocks(p, row, row_end, sa.to(dtype), 0, RING, ONE_QUERY)
+    store_blocks(p, row, row_end, sb.to(dtype), RING_A, RING, ONE_QUERY)
+    store_blocks(dz, row, row_end, za, 0, RING, ONE_QUERY)
+    store_blocks(dz, row, row_end, zb, RING_A, RING, ONE_QUERY)
+    if TILES == 1:
+        store_blocks(pe, row, row_end, se.to(dtype), 0, ENTRIES, ONE_QUERY)
+        store_blocks(dze, row, row_end, ze, 0, ENTRIES, ONE_QUERY)
+    za = gl.convert_layout(za, z_layout)
+    zb = gl.convert_layout(zb, z_layout)
+    if TILES == 1:
+        ze = gl.convert_layout(ze, z_layout)
+    # dq of one chunk while the last one is written out
+    out: gl.constexpr = turned(2)
+    rq = row + gl.arange(0, 64, layout=gl.SliceLayout(1, out))
+    target = dq + rq[:, None] * D + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, out))[None, :]
+    o_zero = gl.zeros([64, CHUNK], gl.float32, layout=o_layout)
+    for g in range(D // CHUNK // 4):
+        z = (z + g) * zero
+        current = dq_chunk(0, g, za, zb, ze, o_zero, z, ring_a, ring_b, entry_s, ENTRIES)
+        for c in gl.static_range(4):
+            if c < 3:
+                upcoming = dq_chunk(c + 1, g, za, zb, ze, o_zero, z, ring_a, ring_b, entry_s, ENTRIES)
+                v = warpgroup_mma_wait(2 + TILES, deps=[current])
+                current = upcoming
+            else:
+                v = warpgroup_mma_wait(0, deps=[current])
+            v = gl.convert_layout(gl.convert_layout(v.to(dtype), turned(0)), turned(1))
+            v = gl.convert_layout(v, out)
+            if ONE_QUERY:
+                gl.store(target + (g * 4 + c) * CHUNK, v)
+            else:
+                gl.store(target + (g * 4 + c) * CHUNK, v, mask=(rq < row_end)[:, None])
+
+
+@gluon.jit
+def consumer(
+    X: gl.constexpr, lse, dq, p, dz, pe, dze, delta, places, rows, zero, scale, ring_a, ring_b, entry_s, slots, full, empty, facts, told,
+    k_full, k_empty, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, PAIRS: gl.constexpr,
+):  # fmt: skip
+    query, last_query = queries_of_program(rows)
+    tiles_before = 0
+    turn = 0
+    step = 0
+    while query < last_query:
+        last, low, cmp_begin = hear_step(step, facts, told)
+        tiles = gl.cdiv((last - query) * N, 64)
+        row_end = last.to(gl.int64) * N
+        take_keys(step, k_full)
+        for tile in range((tiles_before & 1) ^ X, tiles, 2):
+            row = query.to(gl.int64) * N + tile * 64
+            z = tile * zero  # opaque zero, see dense_fwd.py
+            tile_backward(
+                row, row_end, query, step, low + z, cmp_begin, turn, z, zero, lse, dq, p, dz, pe, dze, delta, places, scale, ring_a, ring_b, entry_s,
+                slots, full, empty, facts, N, D, ENTRIES, PAIRS,
+            )  # fmt: skip
+            turn += 1
+        free_keys(step, k_empty)
+        tiles_before += tiles
+        step += 1
+        query = last
+
+
+@gluon.jit(do_not_specialize=["rows", "zero", "scale"])
+def hopper_dense_pdz_kernel(
+    q, ori_kv, cmp_kv, do, lse, places, dq, p, dz, pe, dze, delta, rows, zero, scale,
+    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr,
+):  # fmt: skip
+    PAIRS: gl.constexpr = 2 if ENTRIES or D < 512 else 4  # what shared memory has room for
+    dtype: gl.constexpr = q.dtype.element_ty
+    ring_a, ring_b = new_ring(dtype, D)
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CHUNK], dtype)
+    slots = gl.allocate_shared_memory(dtype, [2 * PAIRS, 64, CHUNK], tile_layout)
+    entry_s = slots  # stands in where there are none
+    if ENTRIES > 0:
+        entry_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ENTRIES, CHUNK], dtype)
+        entry_s = gl.allocate_shared_memory(dtype, [D // CHUNK, ENTRIES, CHUNK], entry_layout)
+    full_0, full_1, empty = new_pair_barriers(64, PAIRS), new_pair_barriers(64, PAIRS), new_pair_barriers(1, PAIRS)
+    facts, told = new_facts(), new_step_barriers(1)
+    k_full, k_empty = new_step_barriers(64), new_step_barriers(2)
+    gl.warp_specialize(
+        [
+            (consumer, (
+                0, lse, dq, p, dz, pe, dze, delta, places, rows, zero, scale, ring_a, ring_b, entry_s, slots, full_0, empty, facts,
+                told, k_full, k_empty, N, D, ENTRIES, PAIRS,
+            )),
+            (consumer, (
+                1, lse, dq, p, dz, pe, dze, delta, places, rows, zero, scale, ring_a, ring_b, entry_s, slots, full_1, empty, facts,
+                told, k_full, k_empty, N, D, ENTRIES, PAIRS,
+            )),
+            (pair_producer, (q, do, rows, zero, slots, full_0, full_1, empty, facts, told, N, D, PAIRS)),
+            (key_producer, (ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, told, k_full, k_empty, D, ENTRIES)),
+        ],
+        [4, 2, 2],
+        [216, 72, 72],
+    )  # fmt: skip
+
+
+@cache
+def dense_pdz_spec(dtype: torch.dtype, N: int, D: int, compressed: bool) -> Spec:
+    x = f"*{TRITON_DTYPE[dtype]}"
+    return Spec(
+        hopper_dense_pdz_kernel,
+        types={
+            **dict.fromkeys(("q", "ori_kv", "cmp_kv", "do"), x), "lse": "*fp32", "places": "*i32",
+            **dict.fromkeys(("dq", "p", "dz", "pe", "dze"), x), "delta": "*fp32", "rows": "i32", "zero": "i32", "scale": "fp32",
+        },
+        consts={"N": N, "D": D, "ENTRIES": ENTRIES_MAX if compressed else 0},
+        targets=("cuda",),
+    )  # fmt: skip
