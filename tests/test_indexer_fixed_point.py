@@ -56,23 +56,31 @@ def test_against_fp64_in_any_order(kernel_device, monkeypatch, dtype, limit, dim
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_no_overflow_at_the_bound(kernel_device, dtype, sign):
-    """Every slot of every query is one key, all rows are equal, of one sign, and as large as their bound: the sum is the bound's."""
+    """Every slot of every query is one key, and all rows are equal and as large as their bound: the sum is the bound's. To the bit, as all
+    numbers are multiples of a unit; every other channel is negative, so that the lower half of a word borrows from the upper one."""
     queries = 2000 if kernel_device == "cuda" else 40
     q, k, weights, indices, _ = make(kernel_device, dtype, queries, batch=1)
     q, k, weights = torch.full_like(q, 1.5), torch.ones_like(k), torch.full_like(weights, 1.25)
+    q[..., ::2] *= -sign
+    k[..., ::2] = 0
     indices = torch.full_like(indices, 4)
-    for size in (0.37 * sign, 1e-20 * sign, 1e20 * sign if dtype == torch.float32 else sign):
-        grad = torch.full(indices.shape, size, device=kernel_device)
-        got = slot_gradients(q, k, weights, indices, grad, None, True)[1]
-        want = torch.full_like(got[0, 4], queries * SLOTS * HEADS * 1.5 * 1.25 * grad[0, 0, 0].item())
-        torch.testing.assert_close(got[0, 4], want, rtol=1e-6 if dtype == torch.float32 else 1e-3, atol=0)
+    for size in (0.375, 0.375 * 2**-66, 0.375 * 2**66):
+        got = slot_gradients(q, k, weights, indices, torch.full(indices.shape, size * sign, device=kernel_device), None, True)[1]
+        want = queries * SLOTS * HEADS * 1.25 * size * sign * q[0, 0, 0].float()
+        assert torch.equal(got[0, 4], want)
         assert (got[0, :4] == 0).all() and (got[0, 5:] == 0).all()
 
 
-def test_scales_leave_room_and_no_more(kernel_device, monkeypatch):
-    """The sum of the bounds times the scale: at most 2^30, and not below 2^28."""
+@pytest.mark.parametrize("border", [False, True])
+def test_scales_leave_room_and_no_more(kernel_device, monkeypatch, border):
+    """The sum of the bounds times the scale: at most 2^30, and not below 2^28. Bounds over many powers of two, or on both sides of a border
+    between groups, most below it."""
     poison_empty(monkeypatch)
     inputs = make(kernel_device)
+    if border:
+        inputs[0], inputs[2] = torch.ones_like(inputs[0]), torch.ones_like(inputs[2])
+        inputs[4] = torch.full_like(inputs[4], 0.99 * 2**-31 / HEADS)
+        inputs[4][:, ::9] *= 1.02
     _, bound, key = rows_of(*inputs)
     total = torch.zeros(2 * KEYS, dtype=torch.float64, device=kernel_device).index_add(0, key.flatten(), bound.flatten())
     scales = make_scales(inputs[0], *inputs[2:], None, 0, 46, 23, KEYS, 2 * KEYS, 16).double()
