@@ -39,18 +39,20 @@ def halo_sum_kernel(
         _, seen = run_begin(run - 1, places, length, runs, before, UNIT)
         first = first & (key >= seen)
     if first:
-        # the end of the key's runs on its own: a while loop that carries a tensor does not compile
+        d = tl.arange(0, D)
+        target = dori + (tl.zeros([D], tl.int64) + key) * D + d
+        part = halo + ((tl.zeros([D], tl.int64) + run) * RING + key % RING) * D + d
+        own = tl.load(target)  # on their way while the end of the key's runs is looked for
+        acc = tl.load(part)
         end = run + 1
         more = end < count
-        while more:
+        while more:  # on its own, as a while loop that carries a tensor does not compile
             low, _ = run_begin(end, places, length, runs, before, UNIT)
             end = tl.where(low <= key, end + 1, end)
             more = (low <= key) & (end < count)
-        d = tl.arange(0, D)
-        target = dori + (tl.zeros([D], tl.int64) + key) * D + d
-        acc = tl.load(target)
-        for i in range(run, end):
-            acc += tl.load(halo + ((tl.zeros([D], tl.int64) + i) * RING + key % RING) * D + d)
+        acc += own
+        for i in range(1, end - run):
+            acc += tl.load(part + i * RING * D)
         tl.store(target, acc)
 
 
