@@ -57,11 +57,13 @@ def test_against_fp64_in_any_order(kernel_device, monkeypatch, dtype, limit, dim
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_no_overflow_at_the_bound(kernel_device, dtype, sign):
     """Every slot of every query is one key, and all rows are equal and as large as their bound: the sum is the bound's. To the bit, as all
-    numbers are multiples of a unit; every other channel is negative, so that the lower half of a word borrows from the upper one."""
+    numbers are multiples of a unit; every other channel is negative, so that the lower half of a word borrows from the upper one, and one
+    upper half holds nothing else."""
     queries = 2000 if kernel_device == "cuda" else 40
     q, k, weights, indices, _ = make(kernel_device, dtype, queries, batch=1)
     q, k, weights = torch.full_like(q, 1.5), torch.ones_like(k), torch.full_like(weights, 1.25)
     q[..., ::2] *= -sign
+    q[..., 3] = 0
     k[..., ::2] = 0
     indices = torch.full_like(indices, 4)
     for size in (0.375, 0.375 * 2**-66, 0.375 * 2**66):
