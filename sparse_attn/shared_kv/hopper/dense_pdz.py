@@ -3,12 +3,13 @@
 The forward's structure (dense_fwd.py): steps of 8 queries, their keys in a ring of 144 slots, entries resident; two consumers with a tile of 64
 (query, head) rows in turn, a producer of q and dO for both, a producer of keys. S and dP of all keys are in registers at once, so delta is the
 row sum of P dP, in fp32 and before anything is rounded: out is not read, and dq of a query with few keys does not suffer from the rounding of out.
-q and dO come as pairs: chunk c of both in one pair of slots of a ring of four (SWA) or two (with entries).
+q and dO come as pairs: the same chunk of both in one pair of slots of a ring of five (SWA) or three (with entries), which is what keeps enough
+of them on their way. dq leaves from the registers of the product, which the lanes of a warp exchange in shuffles.
 
 P and dZ leave in 16 bits, [rows, 144] in slots key % 144 and [rows, 32] for the entries, zero where a row does not see a key; columns of a block of
 16 stand in the order 4 lane + 2 j + e for 8 j + 2 lane + e, so that a thread writes 8 bytes and a row 32 at a time, without an exchange.
 
-Shared memory at D = 512, 225 KB: keys 144; q and dO 64, or 32 and entries 32; staging of dq 16.
+Shared memory at D = 512, 225 KB: keys 144; q and dO 80, or 48 and entries 32.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
+from sparse_attn.shared_kv.hopper.bwd_kernel import turned
 from sparse_attn.shared_kv.hopper.core import copy_layout_for
 from sparse_attn.shared_kv.hopper.dense import (
     CHUNK,
@@ -32,7 +34,6 @@ from sparse_attn.shared_kv.hopper.dense import (
     hear_step,
     key_producer,
     new_facts,
-    new_pair_barriers,
     new_ring,
     new_step_barriers,
     number,
@@ -43,29 +44,20 @@ from sparse_attn.shared_kv.hopper.dense import (
 from sparse_attn.shared_kv.hopper.dense_fwd import one_query, seen_by
 
 
-@gluon.constexpr_function
-def turned(step):
-    """A product's layout [64, CHUNK] after `step` exchanges between the 4 lanes of a row and a thread's registers: after two, a thread holds 8
-    channels side by side and the lanes 32 of them, 64 bytes. Each is one transposition, for which Triton shuffles; both at once would go
-    through shared memory."""
-    low = [[0, 1], [0, 8], [0, 16]]
-    lanes = [[0, 2], [0, 4]]
-    if step >= 1:
-        low[1], lanes[0] = lanes[0], low[1]
-    if step >= 2:
-        low[2], lanes[1] = lanes[1], low[2]
-    return gl.DistributedLinearLayout(
-        reg_bases=[*low, [0, 32], [8, 0]], lane_bases=[*lanes, [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]], block_bases=[],
-        shape=[64, 64],
-    )
+@gluon.jit
+def new_barriers(count: gl.constexpr, PAIRS: gl.constexpr):
+    """One a pair of slots, in one allocation, as which pair a chunk takes is not known at compile time (cf. core.new_barrier)."""
+    bars = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PAIRS):
+        mbarrier.init(bars.index(i), count=count)
+    return bars
 
 
 @gluon.jit
 def pair_producer(
     q, do, rows, zero, slots, full_0, full_1, empty, facts, told, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr
 ):  # fmt: skip
-    """Chunk c of q and of dO of all tiles in order, in slots 2 (c % PAIRS) and the next; barriers as in dense.q_producer."""
-    USES: gl.constexpr = D // CHUNK // PAIRS  # of a pair of slots by a tile
+    """Chunk c of q and of dO of all tiles in order, chunk after chunk in the pairs of slots in turn; barriers as in dense.q_producer."""
     layout: gl.constexpr = copy_layout_for(CHUNK, 2)
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
@@ -81,15 +73,15 @@ def pair_producer(
             on = row < row_end
             at = gl.where(on, row, 0)[:, None] * D + d[None, :]
             for c in gl.static_range(D // CHUNK):
-                use = (tiles_before + tile) * USES + c // PAIRS
-                mbarrier.wait(empty[c % PAIRS], (use & 1) ^ 1)
-                z = tile * zero + 2 * (c % PAIRS)
-                async_copy.async_copy_global_to_shared(slots.index(z), q + at + c * CHUNK, mask=on[:, None])
-                async_copy.async_copy_global_to_shared(slots.index(z + 1), do + at + c * CHUNK, mask=on[:, None])
+                use = (tiles_before + tile) * (D // CHUNK) + c
+                pair = use % PAIRS
+                mbarrier.wait(empty.index(pair), ((use // PAIRS) & 1) ^ 1)
+                async_copy.async_copy_global_to_shared(slots.index(2 * pair), q + at + c * CHUNK, mask=on[:, None])
+                async_copy.async_copy_global_to_shared(slots.index(2 * pair + 1), do + at + c * CHUNK, mask=on[:, None])
                 if (tiles_before + tile) % 2 == 0:
-                    async_copy.mbarrier_arrive(full_0[c % PAIRS], increment_count=False)
+                    async_copy.mbarrier_arrive(full_0.index(pair), increment_count=False)
                 else:
-                    async_copy.mbarrier_arrive(full_1[c % PAIRS], increment_count=False)
+                    async_copy.mbarrier_arrive(full_1.index(pair), increment_count=False)
         tiles_before += tiles
         step += 1
         query = last
@@ -106,18 +98,19 @@ def products_done(LEFT: gl.constexpr, sa, sb, se, da, db, de, ENTRIES: gl.conste
 
 @gluon.jit
 def score_chunk(
-    j: gl.constexpr, g, sa, sb, se, da, db, de, turn, z, ring_a, ring_b, entry_s, slots, full, empty,
+    j: gl.constexpr, g, sa, sb, se, da, db, de, use, bits, z, ring_a, ring_b, entry_s, slots, full, empty,
     D: gl.constexpr, ENTRIES: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """S += q K^T and dP += dO K^T over chunk j of a group of four. A chunk's slots are free again when the next one's products have been issued and
-    its own are done."""
-    USES: gl.constexpr = D // CHUNK // PAIRS
+    """S += q K^T and dP += dO K^T over chunk j of a group of four, chunk `use` of all. Bit i of `bits` is the parity that this consumer waits for
+    next at pair i. A chunk's slots are free again when the next one's products have been issued and its own are done."""
     PRODUCTS: gl.constexpr = 6 if ENTRIES else 4
     at = g * 4 + j + z
-    mbarrier.wait(full[j % PAIRS], (turn * USES + (g * 4 + j) // PAIRS) & 1)
+    pair = use % PAIRS
+    mbarrier.wait(full.index(pair), (bits >> pair) & 1)
+    bits = bits ^ (1 << pair)
     fence_async_shared()
-    x = slots.index(z + 2 * (j % PAIRS))
-    y = slots.index(z + 2 * (j % PAIRS) + 1)
+    x = slots.index(2 * pair)
+    y = slots.index(2 * pair + 1)
     sa = warpgroup_mma(x, ring_a.index(at).permute((1, 0)), sa, is_async=True)
     sb = warpgroup_mma(x, ring_b.index(at).permute((1, 0)), sb, is_async=True)
     if ENTRIES > 0:
@@ -128,11 +121,11 @@ def score_chunk(
         de = warpgroup_mma(y, entry_s.index(at).permute((1, 0)), de, is_async=True)
     if j > 0:
         sa, sb, se, da, db, de = products_done(PRODUCTS, sa, sb, se, da, db, de, ENTRIES)
-        mbarrier.arrive(empty[(j - 1) % PAIRS], count=1)
+        mbarrier.arrive(empty.index((use + PAIRS - 1) % PAIRS), count=1)
     if j == 3:  # no product may run on into the next pass of the loop
         sa, sb, se, da, db, de = products_done(0, sa, sb, se, da, db, de, ENTRIES)
-        mbarrier.arrive(empty[j % PAIRS], count=1)
-    return sa, sb, se, da, db, de
+        mbarrier.arrive(empty.index(pair), count=1)
+    return sa, sb, se, da, db, de, bits
 
 
 @gluon.jit
@@ -173,10 +166,10 @@ def store_blocks(x, row, row_end, v, first: gl.constexpr, STRIDE: gl.constexpr, 
 
 @gluon.jit
 def tile_backward(
-    row, row_end, query, step, low, cmp_begin, turn, z, zero, lse, dq, p, dz, pe, dze, delta, places, scale, ring_a, ring_b, entry_s, slots, full,
-    empty, facts, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, PAIRS: gl.constexpr,
+    row, row_end, query, step, low, cmp_begin, use, bits, z, zero, lse, dq, p, dz, pe, dze, delta, places, scale, ring_a, ring_b, entry_s,
+    slots, full, empty, facts, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """One tile of 64 rows, this consumer's tile number `turn`."""
+    """One tile of 64 rows, whose first chunk is number `use` of all."""
     TILES: gl.constexpr = 1 if ENTRIES else 0
     BE: gl.constexpr = max(16, ENTRIES)
     ONE_QUERY: gl.constexpr = one_query(N)
@@ -211,8 +204,8 @@ def tile_backward(
     for g in range(D // CHUNK // 4):
         z = (z + g) * zero
         for j in gl.static_range(4):
-            sa, sb, se, da, db, de = score_chunk(
-                j, g, sa, sb, se, da, db, de, turn, z, ring_a, ring_b, entry_s, slots, full, empty, D, ENTRIES, PAIRS
+            sa, sb, se, da, db, de, bits = score_chunk(
+                j, g, sa, sb, se, da, db, de, use + g * 4 + j, bits, z, ring_a, ring_b, entry_s, slots, full, empty, D, ENTRIES, PAIRS
             )
     if ONE_QUERY:
         i = (row // N).to(gl.int32) - query
@@ -254,7 +247,7 @@ def tile_backward(
     if TILES == 1:
         ze = gl.convert_layout(ze, z_layout)
     # dq of one chunk while the last one is written out
-    out: gl.constexpr = turned(2)
+    out: gl.constexpr = turned(CHUNK, 2)
     rq = row + gl.arange(0, 64, layout=gl.SliceLayout(1, out))
     target = dq + rq[:, None] * D + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, out))[None, :]
     o_zero = gl.zeros([64, CHUNK], gl.float32, layout=o_layout)
@@ -268,12 +261,13 @@ def tile_backward(
                 current = upcoming
             else:
                 v = warpgroup_mma_wait(0, deps=[current])
-            v = gl.convert_layout(gl.convert_layout(v.to(dtype), turned(0)), turned(1))
+            v = gl.convert_layout(gl.convert_layout(v.to(dtype), turned(CHUNK, 0)), turned(CHUNK, 1))
             v = gl.convert_layout(v, out)
             if ONE_QUERY:
                 gl.store(target + (g * 4 + c) * CHUNK, v)
             else:
                 gl.store(target + (g * 4 + c) * CHUNK, v, mask=(rq < row_end)[:, None])
+    return bits
 
 
 @gluon.jit
@@ -283,7 +277,7 @@ def consumer(
 ):  # fmt: skip
     query, last_query = queries_of_program(rows)
     tiles_before = 0
-    turn = 0
+    bits = 0
     step = 0
     while query < last_query:
         last, low, cmp_begin = hear_step(step, facts, told)
@@ -293,11 +287,10 @@ def consumer(
         for tile in range((tiles_before & 1) ^ X, tiles, 2):
             row = query.to(gl.int64) * N + tile * 64
             z = tile * zero  # opaque zero, see dense_fwd.py
-            tile_backward(
-                row, row_end, query, step, low + z, cmp_begin, turn, z, zero, lse, dq, p, dz, pe, dze, delta, places, scale, ring_a, ring_b, entry_s,
-                slots, full, empty, facts, N, D, ENTRIES, PAIRS,
+            bits = tile_backward(
+                row, row_end, query, step, low + z, cmp_begin, (tiles_before + tile) * (D // CHUNK), bits, z, zero, lse, dq, p, dz, pe, dze,
+                delta, places, scale, ring_a, ring_b, entry_s, slots, full, empty, facts, N, D, ENTRIES, PAIRS,
             )  # fmt: skip
-            turn += 1
         free_keys(step, k_empty)
         tiles_before += tiles
         step += 1
@@ -309,7 +302,7 @@ def hopper_dense_pdz_kernel(
     q, ori_kv, cmp_kv, do, lse, places, dq, p, dz, pe, dze, delta, rows, zero, scale,
     N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr,
 ):  # fmt: skip
-    PAIRS: gl.constexpr = 2 if ENTRIES or D < 512 else 4  # what shared memory has room for
+    PAIRS: gl.constexpr = 3 if ENTRIES else 5  # what shared memory has room for
     dtype: gl.constexpr = q.dtype.element_ty
     ring_a, ring_b = new_ring(dtype, D)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CHUNK], dtype)
@@ -318,7 +311,7 @@ def hopper_dense_pdz_kernel(
     if ENTRIES > 0:
         entry_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ENTRIES, CHUNK], dtype)
         entry_s = gl.allocate_shared_memory(dtype, [D // CHUNK, ENTRIES, CHUNK], entry_layout)
-    full_0, full_1, empty = new_pair_barriers(64, PAIRS), new_pair_barriers(64, PAIRS), new_pair_barriers(1, PAIRS)
+    full_0, full_1, empty = new_barriers(64, PAIRS), new_barriers(64, PAIRS), new_barriers(1, PAIRS)
     facts, told = new_facts(), new_step_barriers(1)
     k_full, k_empty = new_step_barriers(64), new_step_barriers(2)
     gl.warp_specialize(
