@@ -46,7 +46,7 @@ from sparse_attn.shared_kv.hopper.dense import (
     take_keys,
     wait_pair,
 )
-from sparse_attn.shared_kv.hopper.fwd import load_sink, with_sink
+from sparse_attn.shared_kv.hopper.finish import load_sink, with_sink
 
 
 @gluon.jit

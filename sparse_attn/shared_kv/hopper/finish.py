@@ -1,0 +1,67 @@
+"""The end of a task of the forwards for sm_90: the sink, the LSE, and the output on its way to device memory."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from sparse_attn.shared_kv.hopper.core import store_heads
+
+
+@gluon.jit
+def load_sink(sinks, h, on, SINKS: gl.constexpr):
+    """Sinks of heads h in base 2; -inf where not `on` and without sinks."""
+    sink = gl.where(on, float("-inf"), float("-inf"))
+    if SINKS:
+        sink = gl.load(sinks + h, mask=on, other=float("-inf")) * 1.4426950408889634
+    return sink
+
+
+@gluon.jit
+def with_sink(m, l, sink, SINKS: gl.constexpr):
+    """1 / sum and LSE (natural) of rows with running maximum m (base 2) and sum l, the sink (base 2) included. No keys: 0 and sink or -inf."""
+    m = gl.where(l > 0.0, m, float("-inf"))
+    top = m
+    if SINKS:
+        top = gl.maximum(m, sink)
+    base = gl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
+    weight = gl.exp2(m - base)
+    total = l * weight
+    if SINKS:
+        total += gl.exp2(gl.minimum(sink, 3.0e38) - base)  # a sink of +inf makes the total +inf, so the result 0
+    inverse = gl.where(total > 0.0, weight / total, 0.0)
+    lse = (base + gl.log2(total)) * 0.6931471805599453
+    if SINKS:
+        inverse = gl.where(sink == float("inf"), 0.0, inverse)
+        lse = gl.where(sink == float("inf"), sink, lse)
+    return inverse, lse
+
+
+@gluon.jit
+def finished(
+    X: gl.constexpr, acc, m, l, row, group, parity, lse, sinks, sum_s, sum_full, dtype: gl.constexpr, N: gl.constexpr, SINKS: gl.constexpr
+):
+    """Warpgroup X's half of D of a task's output, in 16 bits; warpgroup 0 writes the LSE."""
+    s_rows: gl.constexpr = m.type.layout
+    o_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    mbarrier.wait(sum_full[1 - X], parity)
+    h = group * 64 + gl.arange(0, 64, layout=s_rows)
+    l += sum_s[1 - X].load(s_rows)
+    inverse, total = with_sink(m, l, load_sink(sinks, h, h < N, SINKS), SINKS)
+    if X == 0:
+        gl.store(lse + row.to(gl.int64) * N + h, total, mask=h < N)
+    return (acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype)
+
+
+@gluon.jit
+def store_through(x, value, staged, row, group, first, N: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    """value [64, WIDTH] to WIDTH channels from `first` on of 64 heads of x [rows, N, D], 64 at a time through staged [64, 64], so that the
+    stores to device memory are whole rows."""
+    if WIDTH == 64:
+        staged.store(value)
+        store_heads(x, staged, row, group, first, N, D, 64)
+    else:
+        left, right = value.reshape([64, 2, WIDTH // 2]).permute((0, 2, 1)).split()
+        store_through(x, left, staged, row, group, first, N, D, WIDTH // 2)
+        store_through(x, right, staged, row, group, first + WIDTH // 2, N, D, WIDTH // 2)
