@@ -27,7 +27,8 @@ FORMS = {
     "dense backward, keys, entries": ("sparse_attn.shared_kv.hopper.dense_dkv", "dense_dkv_spec", (BF16, 64, 512, True)),
     "backward": ("sparse_attn.shared_kv.hopper.bwd", "backward_spec", (BF16, 64, 512, 2, False)),
     "backward, partial rows": ("sparse_attn.shared_kv.hopper.bwd", "backward_spec", (BF16, 64, 512, 2, True)),
-    "boundary of hyper-connections, forward": ("mhc_ops.hopper.fwd", "expand_project_spec", (4096,)),
+    "boundary of hyper-connections, forward": ("mhc_ops.hopper.fwd", "expand_project_spec", (4096, False)),
+    "boundary of hyper-connections, single pass": ("mhc_ops.hopper.fwd", "expand_project_spec", (4096, True)),
     "boundary of hyper-connections, backward": ("mhc_ops.hopper.bwd", "boundary_bwd_spec", (4096,)),
 }
 pytestmark = pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing can be compiled")

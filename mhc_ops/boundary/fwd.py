@@ -1,4 +1,4 @@
-"""hc_post_pre forward: three launches. On sm_90 the two of mhc_ops/hopper, where they cover the call (`hopper.takes`, and no pre_mix), elsewhere:
+"""hc_post_pre forward: three launches. On sm_90 the two of mhc_ops/hopper, where they cover the call (`hopper.takes`), elsewhere:
 
 1. the new streams (post/core.py) beside the split of fn, so that the split costs no launch of its own; with pre_mix, which is known
    beforehand, y is made here too, while the streams are on the chip;
@@ -92,10 +92,11 @@ def post_pre_fwd(
     m, k = fn.shape
     part: Scratch
     tokens, part, split = x.numel() // k, base, 0
-    if tokens and pre_mix is None and hopper.takes(x, f, post, comb, aligned=hopper.FORWARD_ALIGNED):
+    copied = (f, post, comb) if pre_mix is None else (f, post, comb, pre_mix)
+    if tokens and hopper.takes(x, *copied, aligned=hopper.FORWARD_ALIGNED):
         from mhc_ops.hopper.fwd import boundary_fwd
 
-        return boundary_fwd(f, x, post, comb, fn, scale, base, iters, hc_eps, norm_eps, convention)
+        return boundary_fwd(f, x, post, comb, fn, scale, base, pre_mix, iters, hc_eps, norm_eps, convention)
     streams, y = torch.empty_like(x), torch.empty_like(f)
     if tokens:
         device, dtype = x.device, x.dtype

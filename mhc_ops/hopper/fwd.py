@@ -1,8 +1,9 @@
 """hc_post_pre forward for sm_90: two launches.
 
-1. the new streams and partial sums of their projection, with each stream read once (fwd_kernel.py);
+1. the new streams and partial sums of their projection, with each stream read once (fwd_kernel.py); with pre_mix, which is known beforehand, y too;
 2. gates and collapse, a token a program: there are D / 256 partial sums of a token, so they are read once and not for every 512 columns.
-The second launch is put into the stream before the first has ended, and waits for it there.
+The second launch is put into the stream before the first has ended, and waits for it there. It takes the tokens from the last to the first, as the
+streams of the last ones may still be in L2. With pre_mix it is the portable one, gates alone.
 """
 
 from __future__ import annotations
@@ -68,16 +69,17 @@ def gates_collapse_tokens_kernel(
         )  # fmt: skip
     else:
         collapse_token(
-            pid - site_programs, x, part, scale, base, y, pre, T, split, norm_eps, hc_eps, N, P, D, M, C, SP, PAPER, BD, STAGES
+            T - 1 - (pid - site_programs), x, part, scale, base, y, pre, T, split, norm_eps, hc_eps,
+            N, P, D, M, C, SP, PAPER, BD, STAGES,
         )  # fmt: skip
 
 
 @cache
-def expand_project_spec(d: int) -> Spec:
-    types = {**dict.fromkeys(("f", "x"), "*bf16"), **dict.fromkeys(("post", "comb", "fn"), "*fp32")}
-    types |= {"streams": "*bf16", "part": "*fp32", "T": "i32", "groups": "i32"}
+def expand_project_spec(d: int, pre_mix: bool) -> Spec:
+    types = {**dict.fromkeys(("f", "x"), "*bf16"), **dict.fromkeys(("post", "comb", "pre_mix", "fn"), "*fp32")}
+    types |= {"streams": "*bf16", "y": "*bf16", "part": "*fp32", "T": "i32", "groups": "i32"}
     return Spec(
-        expand_project_kernel, types=types, consts={"D": d, "M": M}, num_warps=CONSUMER_WARPS.value, targets=("cuda",),
+        expand_project_kernel, types=types, consts={"D": d, "M": M, "COLLAPSE": pre_mix}, num_warps=CONSUMER_WARPS.value, targets=("cuda",),
         options={"maxnreg": REGISTERS}, arch=90,
     )  # fmt: skip
 
@@ -106,29 +108,32 @@ class Plan(NamedTuple):
 
 
 @lru_cache(PLANS)
-def plan_of(device: torch.device, shape: torch.Size, iters: int, convention: str) -> Plan:
+def plan_of(device: torch.device, shape: torch.Size, iters: int, convention: str, pre_mix: bool) -> Plan:
     """shape of the streams [..., N, D]"""
     d, tokens = shape[-1], math.prod(shape[:-2])
     split = d // FORWARD_ALIGNED
     groups = max(1, min(parallelism(device) // split, cdiv(tokens, TOKENS.value)))  # one wave of a program a multiprocessor
-    portable = gates_plan(device, torch.bfloat16, shape, iters, convention, False, True)
-    gates = portable._replace(spec=gates_collapse_tokens_spec(d, iters, convention), grid=(portable.sites + tokens,))
+    gates = gates_plan(device, torch.bfloat16, shape, iters, convention, pre_mix, not pre_mix)
+    if not pre_mix:
+        gates = gates._replace(spec=gates_collapse_tokens_spec(d, iters, convention), grid=(gates.sites + tokens,))
     scratch = Layout((split * tokens * WIDTH.value, torch.float32))
-    return Plan(expand_project_spec(d), (split * groups,), groups, gates, split, tokens, scratch)
+    return Plan(expand_project_spec(d, pre_mix), (split * groups,), groups, gates, split, tokens, scratch)
 
 
 def boundary_fwd(
     f: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
-    iters: int, hc_eps: float, norm_eps: float, convention: str,
+    pre_mix: torch.Tensor | None, iters: int, hc_eps: float, norm_eps: float, convention: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The results of post_pre_fwd (mhc_ops/boundary/fwd.py) for contiguous tensors without pre_mix; tokens are not none."""
-    plan = plan_of(x.device, x.shape, iters, convention)
+    """The results of post_pre_fwd (mhc_ops/boundary/fwd.py) for contiguous tensors; tokens are not none."""
+    plan = plan_of(x.device, x.shape, iters, convention, pre_mix is not None)
     (part,) = plan.scratch.allocate(x.device)
     streams, y = torch.empty_like(x), torch.empty_like(f)
-    plan.first.launch(plan.first_grid, f, x, post, comb, fn, streams, part, plan.tokens, plan.groups)
-    return streams, y, *launch_gates(plan.gates, streams, part, plan.split, plan.tokens, scale, base, None, y, hc_eps, norm_eps)
+    weights = post if pre_mix is None else pre_mix  # not looked at in the first case
+    plan.first.launch(plan.first_grid, f, x, post, comb, weights, fn, streams, y, part, plan.tokens, plan.groups)
+    return streams, y, *launch_gates(plan.gates, streams, part, plan.split, plan.tokens, scale, base, pre_mix, y, hc_eps, norm_eps)
 
 
 def specs(d: int, iters: int) -> Iterator[Spec]:
-    yield expand_project_spec(d)
+    for pre_mix in (False, True):
+        yield expand_project_spec(d, pre_mix)
     yield gates_collapse_tokens_spec(d, iters, "v4")

@@ -7,8 +7,11 @@ as mhc_ops/project/fwd.py does for pieces of K:
 
     part[c] = sum over its columns of s * fn[c]  (c < M)       part[M] = sum of s * s
 
+With COLLAPSE also y = sum_k pre_mix[k] * s[k] of s as it is stored.
+
 fn's part stays in shared memory in two bf16 pieces (128 KB at C = 256), so that the product is wgmma with M = 64 tokens whose accumulator is kept
-over all columns of the block. The elementwise part is that of core.mixed: the streams are bit for bit those of hc_post.
+over all columns of the block. The elementwise part is that of core.mixed and of mhc_ops/post/core.py: streams and y are bit for bit those of hc_post
+and pre_bmm.
 
 Four producer warps copy steps into a ring of two with cp.async, eight consumer warps do the rest. One program a multiprocessor: 223 KB of shared
 memory, 168 registers a consumer thread.
@@ -101,8 +104,8 @@ def store_sums(at, left, acc, square, M: gl.constexpr):
 
 
 @gluon.jit
-def producer(f, x, post, comb, ring, full, empty, T, groups, D: gl.constexpr):
-    xs, fs, combs, posts = ring
+def producer(f, x, post, comb, pre_mix, ring, full, empty, T, groups, D: gl.constexpr, COLLAPSE: gl.constexpr):
+    xs, fs, combs, posts, pres = ring
     W: gl.constexpr = PRODUCER_WARPS
     blocks: gl.constexpr = D // (64 * SUBS)
     pid = gl.program_id(0)
@@ -120,6 +123,8 @@ def producer(f, x, post, comb, ring, full, empty, T, groups, D: gl.constexpr):
             copy_step(fs.index(stage), f + first * D + d, left, D, W)
             copy_coefficients(combs.index(stage), comb, first, left, 16, W)
             copy_coefficients(posts.index(stage), post, first, left, 4, W)
+            if COLLAPSE:
+                copy_coefficients(pres.index(stage), pre_mix, first, left, 4, W)
             for j in gl.static_range(STAGES):
                 if stage == j:
                     async_copy.mbarrier_arrive(full[j], increment_count=False)
@@ -128,8 +133,10 @@ def producer(f, x, post, comb, ring, full, empty, T, groups, D: gl.constexpr):
 
 
 @gluon.jit
-def consumer(fn, streams, part, ring, fns, full, empty, T, groups, D: gl.constexpr, M: gl.constexpr):
-    xs, fs, combs, posts = ring
+def consumer(
+    fn, streams, y, part, ring, fns, full, empty, T, groups, D: gl.constexpr, M: gl.constexpr, COLLAPSE: gl.constexpr
+):  # fmt: skip
+    xs, fs, combs, posts, pres = ring
     K: gl.constexpr = 4 * D
     tile: gl.constexpr = step_layout()
     V: gl.constexpr = gl.SliceLayout(1, tile)
@@ -139,7 +146,8 @@ def consumer(fn, streams, part, ring, fns, full, empty, T, groups, D: gl.constex
     split_fn(fn, fns, column, D, M)
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, CONSUMER_WARPS // 4], [16, 32, 16])
     t = gl.arange(0, 64, layout=V)
-    at = (t * K)[:, None] + (column + gl.arange(0, 64, layout=gl.SliceLayout(0, tile)))[None, :]
+    d = column + gl.arange(0, 64, layout=gl.SliceLayout(0, tile))
+    at = (t * K)[:, None] + d[None, :]
     stage = 0
     phase = 0
     for block in range(pid // blocks, gl.cdiv(T, TOKENS), groups):
@@ -153,6 +161,8 @@ def consumer(fn, streams, part, ring, fns, full, empty, T, groups, D: gl.constex
                 mbarrier.wait(full[j], phase, pred=stage == j)
             c = comb_rows(combs.index(stage).load(token_layout(16)), V)
             post = columns_of_four(posts.index(stage).load(token_layout(4)), V)
+            if COLLAPSE:
+                pre = columns_of_four(pres.index(stage).load(token_layout(4)), V)
             x0 = load_step(xs[0].index(stage))
             x1 = load_step(xs[1].index(stage))
             x2 = load_step(xs[2].index(stage))
@@ -177,6 +187,11 @@ def consumer(fn, streams, part, ring, fns, full, empty, T, groups, D: gl.constex
             gl.store(out + D, s1, mask=on)
             gl.store(out + 2 * D, s2, mask=on)
             gl.store(out + 3 * D, s3, mask=on)
+            if COLLAPSE:
+                v = gl.fma(s1.to(gl.float32), pre[1][:, None], s0.to(gl.float32) * pre[0][:, None])
+                v = gl.fma(s2.to(gl.float32), pre[2][:, None], v)
+                v = gl.fma(s3.to(gl.float32), pre[3][:, None], v)
+                gl.store(y + first * D + i * 64 + (t * D)[:, None] + d[None, :], narrow(v), mask=on)
             square = add_squares(add_squares(add_squares(add_squares(square, s0), s1), s2), s3)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(stage), count=1)
@@ -186,10 +201,13 @@ def consumer(fn, streams, part, ring, fns, full, empty, T, groups, D: gl.constex
 
 
 @gluon.jit(do_not_specialize=["T", "groups"])
-def expand_project_kernel(f, x, post, comb, fn, streams, part, T, groups, D: gl.constexpr, M: gl.constexpr):
+def expand_project_kernel(
+    f, x, post, comb, pre_mix, fn, streams, y, part, T, groups, D: gl.constexpr, M: gl.constexpr, COLLAPSE: gl.constexpr
+):  # fmt: skip
     """Programs: groups x (D / C)"""
     bf16: gl.constexpr = gl.bfloat16
     rows: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    posts = new_coefficients(STAGES, TOKENS, 4)
     ring = (
         (
             gl.allocate_shared_memory(bf16, [STAGES, 64, 64], rows),
@@ -199,7 +217,8 @@ def expand_project_kernel(f, x, post, comb, fn, streams, part, T, groups, D: gl.
         ),
         gl.allocate_shared_memory(bf16, [STAGES, 64, 64], rows),
         new_coefficients(STAGES, TOKENS, 16),
-        new_coefficients(STAGES, TOKENS, 4),
+        posts,
+        new_coefficients(STAGES, TOKENS, 4) if COLLAPSE else posts,
     )
     fns = gl.allocate_shared_memory(bf16, [SUBS, 256, 64], rows)
     full = (new_barrier(32 * PRODUCER_WARPS), new_barrier(32 * PRODUCER_WARPS))
@@ -208,8 +227,8 @@ def expand_project_kernel(f, x, post, comb, fn, streams, part, T, groups, D: gl.
         mbarrier.init(empty.index(i), count=1)
     gl.warp_specialize(
         [
-            (consumer, (fn, streams, part, ring, fns, full, empty, T, groups, D, M)),
-            (producer, (f, x, post, comb, ring, full, empty, T, groups, D)),
+            (consumer, (fn, streams, y, part, ring, fns, full, empty, T, groups, D, M, COLLAPSE)),
+            (producer, (f, x, post, comb, pre_mix, ring, full, empty, T, groups, D, COLLAPSE)),
         ],
         [PRODUCER_WARPS],
         [PRODUCER_REGISTERS],
