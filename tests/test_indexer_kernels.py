@@ -154,6 +154,8 @@ def test_sets_of_winners(kernel_device, monkeypatch, kind):
 
     monkeypatch.setattr(fwd, "SEGMENT", 1024 if kind in ("ties", "distinct") else 16384)
     monkeypatch.setattr(topk, "GROUP", 16)
+    monkeypatch.setattr(fwd, "WIDE", 1024)
+    monkeypatch.setattr(topk, "WIDE", 1024)
     forget()
     try:
         poison_empty(monkeypatch)

@@ -10,7 +10,7 @@ from indexer.library import SEGMENT
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.ascend.topk import order_ascend_spec, select_ascend_spec
 from indexer.lightning.fwd import scores_spec
-from indexer.lightning.topk import NARROW, order_spec, select_spec
+from indexer.lightning.topk import NARROW, order_spec, searches, select_spec
 from kernel_runtime.registry import ModelShape
 
 
@@ -42,10 +42,11 @@ def specs(shape: ModelShape) -> Iterator:
     for table in (False, True):
         width = NARROW
         while width <= SEGMENT:
-            yield select_spec(topk, ratio, table, 0, width, True)
+            for level, columns in searches(topk, True, width, 1):
+                yield select_spec(topk, ratio, table, level, columns, True)
             width *= 2
-        yield select_spec(topk, ratio, table, 1, SEGMENT, True)
-        yield select_spec(topk, ratio, table, 2, NARROW, True)
+        for level, columns in searches(topk, True, SEGMENT, 2):
+            yield select_spec(topk, ratio, table, level, columns, True)
         yield order_spec(topk, ratio, table, True)
         both = tuple(dict.fromkeys((dtype, torch.float32)))  # the ops take either
         yield from gradient_specs(dtype, both, heads, dim, topk, table)

@@ -11,7 +11,7 @@ from indexer.core import causal, product, relu, visible, visible_table
 from indexer.library import SEGMENT
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.ascend.topk import RESIDENT, order_ascend_spec, select_ascend_spec
-from indexer.lightning.topk import NARROW, group_size, order_spec, select_spec
+from indexer.lightning.topk import NARROW, WIDE, group_size, order_spec, searches, select_spec
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
@@ -157,12 +157,12 @@ def lightning_indexer_fwd(
         return indices, values
     segments = triton.cdiv(keys, SEGMENT)
     winners = indices
-    if segments > 1:
+    group = group_size(topk)
+    if segments > 1 or (sorted and topk > group and keys > WIDE):
         winners = torch.empty(batches * length * segments * topk, dtype=torch.int32, device=q.device)
 
     score = scores_spec(q.dtype, weights.dtype, heads, dim, cmp_ratio, table)
     order = order_spec(topk, cmp_ratio, table, sorted)
-    group = group_size(topk)
     tile = score.consts["NQ"]
     for b0, some, i0, n in chunks_of(batch, queries, batches, length):
         sizes = (n, queries, keys, rows, q_offset)
@@ -173,14 +173,11 @@ def lightning_indexer_fwd(
             first, last = (0, n) if table else rows_between(above, upto if upto < keys else None, q_offset + i0, n, cmp_ratio)
             if first >= last:
                 continue
-            grid = (last - first, some)
-            args = (buffer, span, winners, indices, b0, i0, first, *sizes, segments, above, upto)
-            if upto <= SEGMENT:
-                select_spec(topk, cmp_ratio, table, 0, width, sorted).launch(grid, *args)
-            else:
-                select_spec(topk, cmp_ratio, table, 1, SEGMENT, sorted).launch((*grid, segments), *args)
-                second = min(SEGMENT, max(NARROW, triton.next_power_of_2(segments * topk)))
-                select_spec(topk, cmp_ratio, table, 2, second, sorted).launch(grid, *args)
+            pieces = 1 if upto <= SEGMENT else segments
+            args = (buffer, span, winners, indices, b0, i0, first, *sizes, pieces, above, upto)
+            for level, columns in searches(topk, sorted, width, pieces):
+                spec = select_spec(topk, cmp_ratio, table, level, columns, sorted)
+                spec.launch((last - first, some, pieces if level == 1 else 1), *args)
         order.launch((n, some, triton.cdiv(topk, group)), buffer, span, indices, values, b0, i0, *sizes)
     return indices, values
 

@@ -4,7 +4,8 @@ Two steps. `select_kernel` finds the K best of a row as a set: a search for the 
 share that score, a second search for the largest index that still belongs. `order_kernel` sorts the K, at most GROUP by one warp: of more,
 `select_kernel` finds the GROUP best, the next GROUP, and so on, each as a set.
 A row of at most K (or GROUP) blocks needs no search. A row longer than a segment is searched in segments first and then once more among their
-winners, which is exact, as a block among the K best of the row is among the K best of its segment.
+winners, which is exact, as a block among the K best of the row is among the K best of its segment. So is one of more than WIDE blocks whose
+winners are found in sets, so that all searches but the first are short.
 
 Rows live in a buffer of scores [batches, queries, S3] of one chunk; columns past the visible ones are never read.
 """
@@ -15,10 +16,12 @@ import triton
 import triton.language as tl
 
 from indexer.core import visible
+from indexer.library import SEGMENT
 from kernel_runtime.launch import Spec
 
 GROUP = 512  # keys that are sorted together: a warp keeps most of the network in registers, and few share a step of 32 bits
 NARROW = 1024  # columns of the narrowest search: 32 a thread of one warp; SEGMENT is that of 16 warps
+WIDE = 4096  # columns of the widest search for several sets
 LOWEST = tl.constexpr(-2147483648)  # key of an empty place, below that of -inf
 INFINITE = tl.constexpr(0x7F800000)  # key of +inf; ~INFINITE is that of -inf
 
@@ -308,6 +311,13 @@ RUNTIME = ("b0", "i0", "n", "S", "S3", "rows", "q_offset")
 def group_size(topk: int) -> int:
     """Slots that a program of `order_kernel` takes."""
     return min(GROUP, triton.next_power_of_2(max(topk, 2)))
+
+
+def searches(topk: int, sort: bool, width: int, segments: int) -> list[tuple[int, int]]:
+    """(level, tile width) of the launches of `select_kernel` for rows of so many segments of `width` columns."""
+    if segments == 1 and (width <= WIDE or not sort or topk <= GROUP):
+        return [(0, width)]
+    return [(1, width), (2, min(SEGMENT, max(NARROW, triton.next_power_of_2(segments * topk))))]
 
 
 @cache
