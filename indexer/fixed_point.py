@@ -1,8 +1,8 @@
 """Sums of dk that do not depend on their order: in whole numbers, which integer atomics add in any order to the same bits. Imports Triton.
 
 Every key has a scale, a power of two, and every row of dk is rounded to a multiple of 1 / scale. `bounds_kernel` makes the scales possible: of a
-query it takes the largest channel that any choice of heads gives to w q, apart for the two signs, times |dI| of a slot: more than any number
-the slot's row can hold. A key adds up the bounds of its slots; `scales_kernel` makes of the sum the scale that leaves a margin below 2^31.
+query it takes the largest channel of sum |w q| over heads, times |dI| of a slot: more than any number the slot's row can hold, whatever heads
+are positive. A key adds up the bounds of its slots; `scales_kernel` makes of the sum the scale that leaves a margin below 2^31.
 Two's complement would forgive an overflow on the way, but the bound holds at the end as on the way.
 
 The bounds are added in whole numbers as well, so that the scales are the same in every run: 38 bits or so of precision, in GROUPS groups of
@@ -23,10 +23,9 @@ import triton.language as tl
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
 GROUPS = tl.constexpr(8)  # of 32 of fp32's 256 exponents
-COPIES = tl.constexpr(8)  # of the sums of bounds, taken in turn by queries, so that fewer wait for one another
 FRACTION = tl.constexpr(4294967296.0)  # of a word that holds one channel
 MAX_SLOTS = 1 << 28  # rows of a sum: their roundings, half a unit each, fit below 2^27, and no scale falls below 2^-126
-BLOCK_KEYS = 32
+BLOCK_HEADS, BLOCK_KEYS = 64, 128
 GPU_TARGETS = ("cuda", "hip")
 
 
@@ -53,25 +52,24 @@ def add_units(out, place, first: tl.constexpr, mask, part, scale, stride, C: tl.
     tl.atomic_add(out + place[:, None] * stride + c[None, :], words, mask=mask[:, None] & (c < stride)[None, :], sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["r0", "S", "S3", "keys", "bits"])
+@triton.jit(do_not_specialize=["r0", "S", "S3", "bits"])
 def bounds_kernel(
-    q, weights, indices, dscores, span, bounds, r0, S, S3, keys, bits,
+    q, weights, indices, dscores, span, bounds, r0, S, S3, bits,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """bounds[copy, key, group] += what the rows of a query can hold at most, rounded up to multiples of 2^(32 group - 95 - bits)."""
+    """bounds[key, group] += what the rows of a query can hold at most, rounded up to multiples of 2^(32 group - 95 - bits)."""
     row = (r0 + tl.program_id(0)).to(tl.int64)
     d = tl.arange(0, DP)
-    more = tl.zeros([DP], tl.float32)
-    less = tl.zeros([DP], tl.float32)
+    sums = tl.zeros([DP], tl.float32)
     for h in tl.static_range(0, H, HB):
         head = h + tl.arange(0, HB)
-        w = tl.load(weights + row * H + head, mask=head < H, other=0.0).to(tl.float32)
+        w = tl.abs(tl.load(weights + row * H + head, mask=head < H, other=0.0).to(tl.float32))
         x = tl.load(q + row * H * D + head[:, None] * D + d[None, :], mask=(head < H)[:, None] & (d < D)[None, :], other=0.0)
-        x = (x.to(tl.float32) * w[:, None]).to(q.dtype.element_ty).to(tl.float32)  # as the product takes it
-        more += tl.sum(tl.where(x < 0.0, 0.0, x), 0)
-        less += tl.sum(tl.where(x > 0.0, 0.0, x), 0)
-    most = tl.max(tl.maximum(more, -less), 0)
-    most = tl.where(tl.sum(more - less, 0) < float("inf"), most, float("inf"))  # a maximum may pass over NaN, a sum does not
+        x = tl.abs(x.to(tl.float32)) * w[:, None]
+        if q.dtype.element_ty == tl.float16:
+            x = x.to(tl.float16).to(tl.float32)  # infinite where w q is in the product; other roundings are within the margin
+        sums += tl.sum(x, 0)
+    most = tl.where(tl.sum(sums, 0) < float("inf"), tl.max(sums, 0), float("inf"))  # a maximum may pass over NaN, a sum does not
 
     start = 0
     if TABLE:
@@ -86,7 +84,7 @@ def bounds_kernel(
     # value = mantissa * 2^(power - 150); one that is no normal number counts as 2^-126 and more
     mantissa = ((value & 0x7FFFFF) | 0x800000).to(tl.int64)
     units = ((mantissa << (power & 31)) >> (55 - bits)) + 1
-    place = bounds + (row % COPIES * keys + row // S * S3 + start + listed) * GROUPS + power // 32
+    place = bounds + (row // S * S3 + start + listed) * GROUPS + power // 32
     tl.atomic_add(place, units, mask=on & finite, sem="relaxed")
     tl.atomic_or(place, tl.full([P], -9223372036854775808, tl.int64), mask=on & (power == 255), sem="relaxed")
 
@@ -95,22 +93,17 @@ def bounds_kernel(
 def scales_kernel(bounds, scales, keys, bits, B: tl.constexpr):
     """scales[key] = 2^(30 - e) with the sum of the key's bounds below 2^e; a margin of 2^30 is left for roundings, of dI as well."""
     key = tl.program_id(0) * B + tl.arange(0, B)
-    column = tl.arange(0, GROUPS)
-    sums = tl.zeros([B, GROUPS], tl.int64)
-    least = sums
-    for copy in tl.static_range(COPIES):
-        units = tl.load(bounds + (copy * keys + key)[:, None].to(tl.int64) * GROUPS + column[None, :], mask=(key < keys)[:, None], other=0)
-        sums += units
-        least = tl.minimum(least, units)
     e = tl.zeros([B], tl.int32)
     total = tl.zeros([B], tl.int64)
+    finite = key < keys
     for group in tl.static_range(GROUPS):
-        units = tl.sum(tl.where(column[None, :] == group, sums, 0), 1)
+        units = tl.load(bounds + key * GROUPS + group, mask=key < keys, other=0)
         total = (total >> 32) + 1 + units  # what the groups below hold, rounded up to units of this one
         e = tl.where(units > 0, exponent(total.to(tl.float32)) + 32 * group - 95 - bits, e)
+        finite &= units >= 0
     power = tl.minimum(tl.maximum(30 - e, -126), 126)
     scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
-    tl.store(scales + key, tl.where(tl.min(least, 1) >= 0, scale, float("nan")), mask=key < keys)
+    tl.store(scales + key, tl.where(finite, scale, float("nan")), mask=key < keys)
 
 
 @triton.jit
@@ -133,13 +126,13 @@ def add_sums_kernel(words, scales, dk, D: tl.constexpr, DP: tl.constexpr, WIDE: 
 
 
 @cache
-def bounds_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, slots: int, table: bool, block: int) -> Spec:
-    """block: of heads."""
+def bounds_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, slots: int, table: bool) -> Spec:
     types = {"q": f"*{TRITON_DTYPE[dtype]}", "weights": f"*{TRITON_DTYPE[weights_dtype]}", "indices": "*i32", "dscores": "*fp32", "span": "*i32"}
+    block = max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads)))
     sizes = {"H": heads, "HB": block, "D": dim, "DP": max(16, triton.next_power_of_2(dim)), "K": slots, "P": max(16, triton.next_power_of_2(slots))}
     return Spec(
         bounds_kernel,
-        types=types | {"bounds": "*i64"} | dict.fromkeys(("r0", "S", "S3", "keys", "bits"), "i32"),
+        types=types | {"bounds": "*i64"} | dict.fromkeys(("r0", "S", "S3", "bits"), "i32"),
         consts=sizes | {"TABLE": table},
         targets=GPU_TARGETS,
     )
@@ -166,15 +159,15 @@ def words_of(dtype: torch.dtype, dim: int) -> int:
 
 def make_scales(
     q: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, dscores: torch.Tensor, span: torch.Tensor | None, r0: int, rows: int,
-    queries: int, keys: int, all_keys: int, block: int,
+    queries: int, keys: int, all_keys: int,
 ) -> torch.Tensor:  # fmt: skip
-    """[all_keys] fp32, of `rows` queries from r0 on; keys: of a batch entry, block: of heads."""
+    """[all_keys] fp32, of `rows` queries from r0 on; keys: of a batch entry."""
     heads, dim = q.shape[-2:]
     slots = indices.shape[-1]
     bits = min(55, 62 - (rows * slots).bit_length())  # so that no sum of bounds reaches the sign; 33 or more
-    bounds = torch.zeros(COPIES.value, all_keys, GROUPS.value, dtype=torch.int64, device=q.device)
+    bounds = torch.zeros(all_keys, GROUPS.value, dtype=torch.int64, device=q.device)
     scales = torch.empty(all_keys, dtype=torch.float32, device=q.device)
-    spec = bounds_spec(q.dtype, weights.dtype, heads, dim, slots, span is not None, block)
-    spec.launch((rows,), q, weights, indices, dscores, indices if span is None else span, bounds, r0, queries, keys, all_keys, bits)
+    spec = bounds_spec(q.dtype, weights.dtype, heads, dim, slots, span is not None)
+    spec.launch((rows,), q, weights, indices, dscores, indices if span is None else span, bounds, r0, queries, keys, bits)
     sum_specs(q.dtype, dim)[0].launch((triton.cdiv(all_keys, BLOCK_KEYS),), bounds, scales, all_keys, bits)
     return scales

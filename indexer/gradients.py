@@ -69,8 +69,7 @@ def kl_terms(x, u, on, mass, counts, total, log_total, MARGINAL: tl.constexpr):
 def gradients_of_query(
     q, k, weights, indices, dscores, span, dq, dk, owners, scales, dweights, row, local, h0, S, S3, stride,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-    STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     LOSS: tl.constexpr = False, teacher=None, loss=None, counted=None, rows=0, q_offset=0, MARGINAL: tl.constexpr = False, R: tl.constexpr = 1,
 ):  # fmt: skip
     """HB heads of query `row`, the `local`-th of a piece. dk is the sum [B, S3, D] (ATOMIC), in fp32 or, FIXED, in rows of `stride` words
@@ -171,16 +170,13 @@ def gradients_of_query(
         scale = 1.0
         if FIXED:
             scale = tl.load(scales + first + index)
-        if EARLY:
-            sums = product(tl.trans(ds), block, sums)
         add_piece(out, here, on, ds, piece0, peak, scale, stride, 0, D, C, BS, ATOMIC, FIXED, SHRINK)
         if PARTS >= 2:
             add_piece(out, here, on, ds, piece1, peak, scale, stride, C, D, C, BS, ATOMIC, FIXED, SHRINK)
         if PARTS == 4:
             add_piece(out, here, on, ds, piece2, peak, scale, stride, 2 * C, D, C, BS, ATOMIC, FIXED, SHRINK)
             add_piece(out, here, on, ds, piece3, peak, scale, stride, 3 * C, D, C, BS, ATOMIC, FIXED, SHRINK)
-        if not EARLY:
-            sums = product(tl.trans(ds), block, sums)
+        sums = product(tl.trans(ds), block, sums)
     if SHRINK:
         sums *= peak
     again = tl.load(q_rows + place + d[None, :], mask=(head < H)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
@@ -192,15 +188,14 @@ def gradients_of_query(
 def gradients_kernel(
     q, k, weights, indices, dscores, span, dq, dk, owners, scales, dweights, r0, h0, S, S3, stride,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-    STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a query and block of heads."""
     row = (r0 + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # later queries hold more slots and go first
     local = tl.num_programs(0) - 1 - tl.program_id(0)
     gradients_of_query(
         q, k, weights, indices, dscores, span, dq, dk, owners, scales, dweights, row, local, h0, S, S3, stride,
-        H, HB, D, DP, K, P, TABLE, ATOMIC, FIXED, SHRINK, BS, PARTS, EARLY, STAGES,
+        H, HB, D, DP, K, P, TABLE, ATOMIC, FIXED, SHRINK, BS, PARTS, STAGES,
     )  # fmt: skip
 
 
@@ -208,8 +203,7 @@ def gradients_kernel(
 def gradients_ascend_kernel(
     q, k, weights, indices, dscores, span, dq, dk, owners, scales, dweights, r0, h0, S, S3, stride, tasks,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-    STAGES: tl.constexpr,
+    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program works through queries; the grid's second size is 1. Partial rows alone: Ascend would add element by element."""
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
@@ -217,7 +211,7 @@ def gradients_ascend_kernel(
         gradients_of_query(
             q, k, weights, indices, dscores, span, dq, dk, owners, scales, dweights, (r0 + local).to(tl.int64), local, h0, S, S3,
             stride,
-            H, HB, D, DP, K, P, TABLE, ATOMIC, FIXED, SHRINK, BS, PARTS, EARLY, STAGES,
+            H, HB, D, DP, K, P, TABLE, ATOMIC, FIXED, SHRINK, BS, PARTS, STAGES,
         )  # fmt: skip
 
 
@@ -264,7 +258,7 @@ def gradients_spec(
             "H": heads, "HB": max(16, min(BLOCK_HEADS, triton.next_power_of_2(heads))), "D": dim, "DP": padded, "K": topk,
             "P": max(16, triton.next_power_of_2(topk)), "TABLE": table, "ATOMIC": not npu, "FIXED": deterministic and not npu,
             "SHRINK": dtype == torch.float16,
-            "BS": 32 if dtype == torch.float32 else 64, "PARTS": parts, "EARLY": deterministic and not wide, "STAGES": 2 if npu else 1,
+            "BS": 32 if dtype == torch.float32 else 64, "PARTS": parts, "STAGES": 2 if npu else 1,
         },
         num_warps=4,
         # three programs on a multiprocessor instead of two, for a few registers that are spilled outside the loop
@@ -286,9 +280,8 @@ def gradient_specs(
     """All that `slot_gradients` can launch."""
     for weights in weights_dtypes:
         for deterministic, npu in ((False, False), (True, False), (True, True)):
-            spec = gradients_spec(dtype, weights, heads, dim, topk, table, deterministic, npu)
-            yield spec
-        yield bounds_spec(dtype, weights, heads, dim, topk, table, spec.consts["HB"])
+            yield gradients_spec(dtype, weights, heads, dim, topk, table, deterministic, npu)
+        yield bounds_spec(dtype, weights, heads, dim, topk, table)
     yield from sum_specs(dtype, dim)
     yield owner_sum_spec(dtype, dim)
 
@@ -328,7 +321,7 @@ def slot_gradients(
         for r0 in range(0, rows, length):  # all at once but for half a million queries
             some = min(length, rows - r0)
             words = torch.zeros(every, words_of(q.dtype, dim), dtype=torch.int64, device=q.device)
-            scales = make_scales(q, weights, indices, dscores, span, r0, some, queries, keys, every, spec.consts["HB"])
+            scales = make_scales(q, weights, indices, dscores, span, r0, some, queries, keys, every)
             spec.launch((some, blocks), *tensors, words, indices, scales, dweights, r0, 0, queries, keys, words.shape[1])
             sum_specs(q.dtype, dim)[1].launch((every,), words, scales, dk)
     else:

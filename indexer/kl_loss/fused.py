@@ -18,14 +18,14 @@ from kernel_runtime.launch import Spec
 def loss_gradients_kernel(
     q, k, weights, indices, scores, teacher, span, dq, dk, dweights, loss, counted, S, S3, rows, q_offset,
     H: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, P: tl.constexpr, TABLE: tl.constexpr,
-    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-    STAGES: tl.constexpr, MARGINAL: tl.constexpr, R: tl.constexpr,
+    ATOMIC: tl.constexpr, FIXED: tl.constexpr, SHRINK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    MARGINAL: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """A program a query and block of heads; the first block writes the query's loss."""
     row = (rows - 1 - tl.program_id(0)).to(tl.int64)  # later queries hold more slots and go first
     gradients_of_query(
         q, k, weights, indices, scores, span, dq, dk, None, None, dweights, row, row, 0, S, S3, D,
-        H, HB, D, DP, K, P, TABLE, ATOMIC, FIXED, SHRINK, BS, PARTS, EARLY, STAGES, True, teacher, loss, counted, rows, q_offset, MARGINAL, R,
+        H, HB, D, DP, K, P, TABLE, ATOMIC, FIXED, SHRINK, BS, PARTS, STAGES, True, teacher, loss, counted, rows, q_offset, MARGINAL, R,
     )  # fmt: skip
 
 
