@@ -31,16 +31,17 @@ def test_deterministic_on_a_gpu(form):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["given/joint", "sparse/compressed", "dense/joint"])
-def test_memory_on_a_gpu(form):
-    """Beyond inputs and gradients: an fp32 number a slot, two with an own teacher; dense two chunks of 128 MiB and partial dk."""
+@pytest.mark.parametrize("form, deterministic", [("given/joint", False), ("given/joint", True), ("sparse/compressed", True), ("dense/joint", False)])
+def test_memory_on_a_gpu(form, deterministic):
+    """Beyond inputs and gradients: an fp32 number a slot, two with an own teacher; dense two chunks of 128 MiB and partial dk. The sums of dk
+    in whole numbers are of k's size."""
     case = cases.IndexerCase("flash", batch=1, seq=16384, **cases.FLASH)
     leaves, options = make(case, form, torch.bfloat16, "cuda")
     leaves = [x.requires_grad_() for x in leaves]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    loss = indexer_kl_loss(*leaves, **options, impl="triton")
+    loss = indexer_kl_loss(*leaves, **options, impl="triton", deterministic=deterministic)
     torch.cuda.synchronize()
     held = leaves[0].nbytes + 2 * leaves[1].nbytes + leaves[2].nbytes
     slots = 2 * 2**27 + 2**26 if form == "dense/joint" else 4 * 16384 * 512 * (1 if form == "given/joint" else 2)
