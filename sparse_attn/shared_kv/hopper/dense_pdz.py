@@ -200,7 +200,7 @@ def tile_backward(
     db = gl.zeros([64, RING_B], gl.float32, layout=b_layout)
     de = gl.zeros([64, BE], gl.float32, layout=e_layout)
     # A zero that is another one in every pass. Were it the same, descriptors of all chunks would be made before the loop, for which there are no
-    # registers, and what is spilled instead is not in L1, which shared memory leaves too little of: 400 cycles for each of a dozen a tile
+    # registers, and what is spilled instead is not in L1, which shared memory leaves too little of (NOTES_dense_bwd.md)
     for g in range(D // CHUNK // 4):
         z = (z + g) * zero
         for j in gl.static_range(4):
