@@ -1,7 +1,7 @@
-"""Loss and gradients of selected slots in one kernel, where dk is summed by atomics and the teacher stands on the slots.
+"""Loss and gradients of selected slots in one kernel, where dk is summed by atomics in fp32 and the teacher stands on the slots.
 
 dI is not held in memory: the row's largest score, the softmax's sum and the teacher's mass come first, and each tile of slots makes its own dI
-of them. (A deterministic sum needs to know before which slots have a gradient; a teacher of whole rows comes a chunk of queries at a time.)
+of them. (A deterministic sum takes bounds of dI before; a teacher of whole rows comes a chunk of queries at a time.)
 """
 
 from functools import cache
