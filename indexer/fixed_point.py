@@ -24,7 +24,7 @@ from kernel_runtime.launch import TRITON_DTYPE, Spec
 
 GROUPS = tl.constexpr(8)  # of 32 of fp32's 256 exponents
 FRACTION = tl.constexpr(4294967296.0)  # of a word that holds one channel
-MAX_SLOTS = 1 << 28  # rows of a sum: their roundings, half a unit each, fit below 2^27, and no scale falls below 2^-126
+MAX_SLOTS = 1 << 28  # rows of a sum: their roundings, a unit each at most, stay below 2^28, and no scale falls below 2^-126
 BLOCK_HEADS, BLOCK_KEYS = 64, 128
 GPU_TARGETS = ("cuda", "hip")
 
@@ -78,10 +78,13 @@ def bounds_kernel(
     listed = tl.load(indices + row * K + slot, mask=slot < K, other=-1)
     grad = tl.load(dscores + row * K + slot, mask=(slot < K) & (listed >= 0) & (listed < S3 - start), other=0.0)
     on = grad != 0.0
-    value = (tl.abs(grad) * most).to(tl.int32, bitcast=True)
+    size = tl.abs(grad)
+    if q.dtype.element_ty == tl.float16:  # dI is rounded as a part of the query's largest one, the small ones to multiples of 2^-24
+        size += tl.max(size, 0) * 0.000000059604644775390625
+    value = (size * most).to(tl.int32, bitcast=True)
     power = (value >> 23) & 255
     finite = power < 255
-    # value = mantissa * 2^(power - 150); one that is no normal number counts as 2^-126 and more
+    # value = mantissa * 2^(power - 150); one that is no normal number counts as 2^-127 or more, and no scale makes more than a unit of it
     mantissa = ((value & 0x7FFFFF) | 0x800000).to(tl.int64)
     units = ((mantissa << (power & 31)) >> (55 - bits)) + 1
     place = bounds + (row // S * S3 + start + listed) * GROUPS + power // 32
@@ -91,7 +94,8 @@ def bounds_kernel(
 
 @triton.jit(do_not_specialize=["keys", "bits"])
 def scales_kernel(bounds, scales, keys, bits, B: tl.constexpr):
-    """scales[key] = 2^(30 - e) with the sum of the key's bounds below 2^e; a margin of 2^30 is left for roundings, of dI as well."""
+    """scales[key] = 2^(30 - e) with the sum of the key's bounds below 2^e; a margin of 2^30 is left, of which the roundings of dI and
+    w q in 16 bits take 2^23 and those to units 2^28."""
     key = tl.program_id(0) * B + tl.arange(0, B)
     e = tl.zeros([B], tl.int32)
     total = tl.zeros([B], tl.int64)
@@ -111,18 +115,18 @@ def add_sums_kernel(words, scales, dk, D: tl.constexpr, DP: tl.constexpr, WIDE: 
     """dk[key] += the sums of its words / scale."""
     key = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DP)
-    inverse = 1.0 / tl.load(scales + key)
+    scale = tl.load(scales + key)
     if WIDE:
-        sums = tl.load(words + key * D + d, mask=d < D, other=0).to(tl.float32) * (inverse / FRACTION)
+        sums = tl.load(words + key * D + d, mask=d < D, other=0).to(tl.float32) / FRACTION
     else:
         W: tl.constexpr = (D + 1) // 2
         half = tl.arange(0, DP // 2)
         word = tl.load(words + key * W + half, mask=half < W, other=0)
         low = word.to(tl.int32)
         high = ((word - low.to(tl.int64)) >> 32).to(tl.int32)
-        sums = tl.reshape(tl.join(low, high), [DP]).to(tl.float32) * inverse
+        sums = tl.reshape(tl.join(low, high), [DP]).to(tl.float32)
     out = dk + key * D + d
-    tl.store(out, tl.load(out, mask=d < D, other=0.0) + sums, mask=d < D)
+    tl.store(out, tl.load(out, mask=d < D, other=0.0) + tl.div_rn(sums, tl.zeros([DP], tl.float32) + scale), mask=d < D)
 
 
 @cache
