@@ -112,8 +112,9 @@ class KeysInTorch:
     [
         ("swa", {}), ("swa", {"S2": 60, "q_offset": -9, "window": 128}), ("cfa", {}), ("cfa", {"q_offset": 40, "S2": 60, "sinks": "none"}),
         ("swa", {"docs_q": (7, 0, 20, 1, 9), "docs_ori": (7, 3, 31, 0, 30)}), ("swa", {"S": 0}), ("cfa", {"B": 0}), ("swa", {"S2": 0, "q_offset": 3}),
+        ("scfa", {"K": 0}),
     ],
-    ids=["swa", "swa offset", "cfa", "cfa offset", "swa pack", "no queries", "no batch", "no keys"],
+    ids=["swa", "swa offset", "cfa", "cfa offset", "swa pack", "no queries", "no batch", "no keys", "no slots"],
 )  # fmt: skip
 def test_launcher(mode, more, chunk, cores, monkeypatch):
     """Runs, pieces of 16 queries, halos of both, entries of every batch, dtypes."""
@@ -151,6 +152,7 @@ def test_launcher(mode, more, chunk, cores, monkeypatch):
         ("cfa", 5, 1, 0, False, 256, "general 1"),  # more than 32 entries
         ("cfa", 5, 2, 0, True, 256, "general 1"),
         ("scfa", 5, 3, 4, False, 256, "general 2"),
+        ("scfa", 5, 3, 0, False, 256, "dense"),  # no list names an entry
     ],
 )
 def test_which_backward_runs(mode, window, ratio, K, packed, D, kernel, monkeypatch):

@@ -66,7 +66,7 @@ def attention_bwd(
     dtype, mode = q.dtype, mode_of(cmp_kv, cmp_indices)
     if dense_bwd_supports(D, window, mode, cmp_kv, cu_q is not None):
         return dense_attention_bwd(
-            dout, q, ori_kv, cmp_kv, sinks, lse, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, scale, cmp_ratio, window
+            dout, q, ori_kv, cmp_kv, mode, sinks, lse, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, scale, cmp_ratio, window
         )
     q, dout, out, lse, ori_kv = (x.contiguous() for x in (q, dout, out, lse, ori_kv))
     rows = lse.numel() // N

@@ -50,8 +50,8 @@ def dense_backward_specs(dtype: torch.dtype, N: int, D: int) -> Iterator[Spec]:
 
 
 def dense_attention_bwd(
-    dout: torch.Tensor, q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, sinks: torch.Tensor | None, lse: torch.Tensor,
-    cu_q: torch.Tensor | None, cu_ori: torch.Tensor | None, cu_cmp: torch.Tensor | None, q_offsets: torch.Tensor | None,
+    dout: torch.Tensor, q: torch.Tensor, ori_kv: torch.Tensor, cmp_kv: torch.Tensor | None, mode: int, sinks: torch.Tensor | None,
+    lse: torch.Tensor, cu_q: torch.Tensor | None, cu_ori: torch.Tensor | None, cu_cmp: torch.Tensor | None, q_offsets: torch.Tensor | None,
     q_offset: int | None, scale: float, cmp_ratio: int, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As bwd.attention_bwd, for calls that dense_bwd_supports takes. Beside inputs and results at most CHUNK_BYTES for P and dZ, the fp32 sums
@@ -65,7 +65,7 @@ def dense_attention_bwd(
     sums = torch.zeros(ori_kv.numel() + prod(cmp_shape), dtype=torch.float32, device=device)
     dori, dcmp = sums[: ori_kv.numel()].view(-1, D), sums[ori_kv.numel() :]
     delta = torch.empty_like(lse)
-    entries = ENTRIES_MAX if dcmp.numel() else 0
+    entries = ENTRIES_MAX if mode == ALL and dcmp.numel() else 0  # lists without a slot see no entry, whatever there is of them
     batches = q.shape[0] if entries else 1  # without entries nothing depends on whose keys they are
     pdz, dkv, halos = dense_pdz_spec(dtype, N, D, entries > 0), dense_dkv_spec(dtype, N, D, entries > 0), halo_sum_spec(D)
     todo = list(pieces(batches, rows // max(1, batches), 2 * N * (RING.value + entries) * q.element_size()))
