@@ -246,7 +246,7 @@ def test_host_syncs_of_a_layer_on_one_gpu(recwarn):
     results = []
     for expected, device, dtype in ((0, "cuda", torch.bfloat16), (1, "cuda", torch.float32), (None, "cpu", torch.float32)):
         experts.to(device, dtype).zero_grad()
-        leaf = x.to(device, dtype).requires_grad_()
+        leaf = x.to(device, dtype, copy=True).requires_grad_()
         assert fits_grouped_mm(leaf, experts.w_gate_up, experts.w_down) == (expected == 0)
         recwarn.clear()
         torch.cuda.set_sync_debug_mode("default" if expected is None else "warn")
