@@ -45,23 +45,26 @@ def finished(
     """Warpgroup X's half of D of a task's output, in 16 bits; warpgroup 0 writes the LSE."""
     s_rows: gl.constexpr = m.type.layout
     o_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    mbarrier.wait(sum_full[1 - X], parity)
     h = group * 64 + gl.arange(0, 64, layout=s_rows)
+    sink = load_sink(sinks, h, h < N, SINKS)
+    mbarrier.wait(sum_full[1 - X], parity)
     l += sum_s[1 - X].load(s_rows)
-    inverse, total = with_sink(m, l, load_sink(sinks, h, h < N, SINKS), SINKS)
+    inverse, total = with_sink(m, l, sink, SINKS)
     if X == 0:
         gl.store(lse + row.to(gl.int64) * N + h, total, mask=h < N)
     return (acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype)
 
 
 @gluon.jit
-def store_through(x, value, staged, row, group, first, N: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
-    """value [64, WIDTH] to WIDTH channels from `first` on of 64 heads of x [rows, N, D], 64 at a time through staged [64, 64], so that the
-    stores to device memory are whole rows."""
+def store_through(x, value, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    """value [64, WIDTH] to WIDTH channels from `first` on of 64 heads of x [rows, N, D], 64 at a time through staged and other [64, 64] in
+    turn, so that the stores to device memory are whole rows."""
     if WIDTH == 64:
         staged.store(value)
         store_heads(x, staged, row, group, first, N, D, 64)
     else:
         left, right = value.reshape([64, 2, WIDTH // 2]).permute((0, 2, 1)).split()
-        store_through(x, left, staged, row, group, first, N, D, WIDTH // 2)
-        store_through(x, right, staged, row, group, first + WIDTH // 2, N, D, WIDTH // 2)
+        store_through(x, left, staged, other, row, group, first, N, D, WIDTH // 2)
+        if WIDTH == 128:
+            staged = other
+        store_through(x, right, staged, other, row, group, first + WIDTH // 2, N, D, WIDTH // 2)

@@ -10,10 +10,10 @@ warpgroup 0 then rescales to warpgroup 1's. Row sums stay apart until the end, w
 an odd number of tiles the last has no partner: warpgroup 1 has no scores of its own then.
 
 The grid is as large as the device, so that q and the first keys of the next task arrive while the last one is finished: q is free after
-the last S, and the output is staged in the last key tile. Without lists, where tasks are short, the output goes through the P tiles and leaves
-in the next task: warpgroup 0's under its first products, warpgroup 1's while its first tile is on its way.
+the last S, and the output is staged in the last key tile. Without lists, where tasks are short, the output goes through the P tiles and two
+more like them, and leaves in the next task: warpgroup 0's under its first products, warpgroup 1's while its first tile is on its way.
 
-Shared memory at D = 512, 210 KB: q 64, four half key tiles 128, two P tiles 16, a few rows of maxima and sums.
+Shared memory at D = 512, 210 KB: q 64, four half key tiles 128, two P tiles 16, a few rows of maxima and sums; for CFA 226, the output's 16.
 
 Barriers. Half tile i is tile i // 2 of the pair, D half i % 2.
     q_full[2], k_full[4]   128 arrivals: each producer thread's own cp.async group (increment_count=False)
@@ -141,6 +141,12 @@ def scores(X: gl.constexpr, z, q_s, k_s, k_full, phase, s_zero):
     return warpgroup_mma_wait(0, deps=[s])
 
 
+@gluon.constexpr_function
+def leaves_late(COMPRESSED):
+    """Whether a task's output leaves in the next one. Measured: 5 % less for a task of two pairs, 3 % more for one of five."""
+    return COMPRESSED == ALL
+
+
 @gluon.jit
 def nothing_seen(s_rows: gl.constexpr, o_layout: gl.constexpr, DH: gl.constexpr):
     """Maxima, sums and accumulator of a task that begins. A finite maximum: a tile with no key that counts leaves it, and exp2(-inf - m) is
@@ -151,14 +157,13 @@ def nothing_seen(s_rows: gl.constexpr, o_layout: gl.constexpr, DH: gl.constexpr)
 
 @gluon.jit
 def consumer(
-    X: gl.constexpr, out, lse, sinks, indices, places, used, rows, tasks, K, zero, scale2, q_s, k_s, p_s, max_s, sum_s,
+    X: gl.constexpr, out, lse, sinks, indices, places, used, rows, tasks, K, zero, scale2, q_s, k_s, p_s, spare_s, max_s, sum_s,
     q_full, q_empty, k_full, k_empty, p_full, p_empty, sum_full,
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, SINKS: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup X: S of the even (0) or odd (1) tiles, half X of D of the output."""
     DH: gl.constexpr = D // 2
-    # Whether a task's output leaves in the next one. Measured: 5 % less for a task of two pairs, 3 % more for one of five.
-    LATE: gl.constexpr = COMPRESSED == 1
+    LATE: gl.constexpr = leaves_late(COMPRESSED)
     dtype: gl.constexpr = out.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DH, 16])
@@ -196,7 +201,7 @@ def consumer(
                     if leaves:  # under these products
                         value = finished(X, acc, m, l, done_row, done_group, q_phase ^ 1, lse, sinks, sum_s, sum_full, dtype, N, SINKS)
                         mbarrier.wait(p_empty[X], phase ^ 1)
-                        store_through(out, value, p_s[X], done_row, done_group, X * DH, N, D, DH)
+                        store_through(out, value, p_s[X], spare_s[X], done_row, done_group, X * DH, N, D, DH)
                         m, l, acc = nothing_seen(s_rows, o_layout, DH)
                 s = warpgroup_mma_wait(0, deps=[s])
                 if last:
@@ -235,7 +240,7 @@ def consumer(
                     if leaves:  # while the odd tile is on its way
                         value = finished(X, acc, m, l, done_row, done_group, q_phase ^ 1, lse, sinks, sum_s, sum_full, dtype, N, SINKS)
                         mbarrier.wait(p_empty[X], odd_phase ^ 1)
-                        store_through(out, value, p_s[X], done_row, done_group, X * DH, N, D, DH)
+                        store_through(out, value, p_s[X], spare_s[X], done_row, done_group, X * DH, N, D, DH)
                         m, l, acc = nothing_seen(s_rows, o_layout, DH)
                 if whole:
                     s = scores(X, z, q_s, k_s, k_full, phase, s_zero)
@@ -302,7 +307,7 @@ def consumer(
     if LATE:
         value = finished(X, acc, m, l, done_row, done_group, q_phase ^ 1, lse, sinks, sum_s, sum_full, dtype, N, SINKS)
         mbarrier.wait(p_empty[X], (phase if X == 0 else odd_phase) ^ 1)
-        store_through(out, value, p_s[X], done_row, done_group, X * DH, N, D, DH)
+        store_through(out, value, p_s[X], spare_s[X], done_row, done_group, X * DH, N, D, DH)
 
 
 @gluon.jit(do_not_specialize=["rows", "tasks", "K", "zero", "scale"])
@@ -320,6 +325,9 @@ def hopper_fwd_kernel(
     q_s = gl.allocate_shared_memory(dtype, [2, 64, DH], q_layout)
     k_s = gl.allocate_shared_memory(dtype, [4, BN, DH], k_layout)
     p_s = (gl.allocate_shared_memory(dtype, [64, BN], p_layout), gl.allocate_shared_memory(dtype, [64, BN], p_layout))
+    spare_s = p_s  # where it is not used
+    if leaves_late(COMPRESSED):
+        spare_s = (gl.allocate_shared_memory(dtype, [64, BN], p_layout), gl.allocate_shared_memory(dtype, [64, BN], p_layout))
     max_s = (gl.allocate_shared_memory(gl.float32, [64], row_layout), gl.allocate_shared_memory(gl.float32, [64], row_layout))
     sum_s = (gl.allocate_shared_memory(gl.float32, [64], row_layout), gl.allocate_shared_memory(gl.float32, [64], row_layout))
     q_full, q_empty, k_full, k_empty = new_copy_barriers()
@@ -331,11 +339,11 @@ def hopper_fwd_kernel(
     gl.warp_specialize(
         [
             (consumer, (
-                0, out, lse, sinks, indices, places, used, rows, tasks, K, zero, scale2, q_s, k_s, p_s, max_s, sum_s,
+                0, out, lse, sinks, indices, places, used, rows, tasks, K, zero, scale2, q_s, k_s, p_s, spare_s, max_s, sum_s,
                 q_full, q_empty, k_full, k_empty, p_full, p_empty, sum_full, N, D, COMPRESSED, SINKS, BN,
             )),
             (consumer, (
-                1, out, lse, sinks, indices, places, used, rows, tasks, K, zero, scale2, q_s, k_s, p_s, max_s, sum_s,
+                1, out, lse, sinks, indices, places, used, rows, tasks, K, zero, scale2, q_s, k_s, p_s, spare_s, max_s, sum_s,
                 q_full, q_empty, k_full, k_empty, p_full, p_empty, sum_full, N, D, COMPRESSED, SINKS, BN,
             )),
             (gather_tasks, (
