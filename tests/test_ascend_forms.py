@@ -58,7 +58,7 @@ def test_gradients_of_the_indexer_in_pieces(kernel_device, launched, monkeypatch
 
     inputs = make(kernel_device)
     whole = module.slot_gradients(*inputs, None, False)[1]
-    monkeypatch.setattr(module, "PARTIAL_BYTES", 4 * SLOTS * 20 * 7)
+    monkeypatch.setattr(module, "PARTIAL_BYTES", 4 * SLOTS * 20 * 5)
     assert relative_error(module.slot_gradients(*inputs, None, False)[1], whole) < 1e-6
 
 
