@@ -14,7 +14,7 @@ over all columns of the block. The elementwise part is that of core.mixed and of
 and pre_bmm.
 
 Four producer warps copy steps into a ring of two with cp.async, eight consumer warps do the rest. One program a multiprocessor: 223 KB of shared
-memory, 168 registers a consumer thread.
+memory, 224 registers a consumer thread.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from mhc_ops.hopper import FORWARD_ALIGNED
 from mhc_ops.hopper.core import columns_of_four, comb_rows, copy_coefficients, mixed, new_barrier, new_coefficients
 
 TOKENS = gl.constexpr(64)  # of a block, and columns of a step
-SUBS = gl.constexpr(4)  # steps that a program's columns are
+SUBS = gl.constexpr(FORWARD_ALIGNED // 64)  # steps that a program's columns are
 STAGES = gl.constexpr(2)
 CONSUMER_WARPS = gl.constexpr(8)
 PRODUCER_WARPS = gl.constexpr(4)
