@@ -134,9 +134,9 @@ def scores_of_kind(kind, case, device):
 @KINDS
 def test_segments(kernel_device, monkeypatch, kind):
     """Rows longer than a segment: searched in pieces and once more among the winners."""
-    import indexer.lightning.fwd as fwd
+    import indexer.lightning.topk as topk
 
-    monkeypatch.setattr(fwd, "SEGMENT", 1024)
+    monkeypatch.setattr(topk, "WIDE", 1024)
     poison_empty(monkeypatch)
     case = long_case(2078, 50)  # the last segment holds fewer blocks than are wanted
     check_selection(case, kernel_device, scores_of_kind(kind, case, kernel_device))
@@ -145,17 +145,16 @@ def test_segments(kernel_device, monkeypatch, kind):
 @KINDS
 def test_sets_of_winners(kernel_device, monkeypatch, kind):
     """Winners are selected and sorted in sets, here of 16: rows with fewer and more blocks than are wanted, segments."""
-    import indexer.lightning.fwd as fwd
     import indexer.lightning.topk as topk
 
     def forget():
         topk.select_spec.cache_clear()
         topk.order_spec.cache_clear()
 
-    monkeypatch.setattr(fwd, "SEGMENT", 1024 if kind in ("ties", "distinct") else 16384)
     monkeypatch.setattr(topk, "GROUP", 16)
-    monkeypatch.setattr(fwd, "WIDE", 1024)
     monkeypatch.setattr(topk, "WIDE", 1024)
+    if kind in ("zero", "negative"):
+        monkeypatch.setattr(topk, "searches", lambda topk, sort, columns: [(1, 2048, 1), (2, 1024, 1)] if columns > 1024 else [(0, 1024, 1)])
     forget()
     try:
         poison_empty(monkeypatch)

@@ -10,7 +10,7 @@ from indexer.library import SEGMENT
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.ascend.topk import order_ascend_spec, select_ascend_spec
 from indexer.lightning.fwd import scores_spec
-from indexer.lightning.topk import NARROW, order_spec, searches, select_spec
+from indexer.lightning.topk import order_spec, row_lengths, searches, select_spec
 from kernel_runtime.registry import ModelShape
 
 
@@ -40,13 +40,9 @@ def specs(shape: ModelShape) -> Iterator:
     yield span_spec(ratio, True, False)
     yield span_spec(1, True, False)
     for table in (False, True):
-        width = NARROW
-        while width <= SEGMENT:
-            for level, columns in searches(topk, True, width, 1):
-                yield select_spec(topk, ratio, table, level, columns, True)
-            width *= 2
-        for level, columns in searches(topk, True, SEGMENT, 2):
-            yield select_spec(topk, ratio, table, level, columns, True)
+        for _, most in row_lengths(1, 2 * SEGMENT):
+            for level, width, _ in searches(topk, True, most):
+                yield select_spec(topk, ratio, table, level, width, True)
         yield order_spec(topk, ratio, table, True)
         both = tuple(dict.fromkeys((dtype, torch.float32)))  # the ops take either
         yield from gradient_specs(dtype, both, heads, dim, topk, table)

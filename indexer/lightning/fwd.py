@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 
 from indexer.core import causal, product, relu, visible, visible_table
-from indexer.library import SEGMENT
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.ascend.topk import RESIDENT, order_ascend_spec, select_ascend_spec
-from indexer.lightning.topk import NARROW, WIDE, group_size, order_spec, searches, select_spec
+from indexer.lightning.topk import group_size, order_spec, row_lengths, searches, select_spec
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
@@ -155,44 +154,29 @@ def lightning_indexer_fwd(
             select_npu.launch(vector_grid, buffer, span, winners, best, *sizes)
             order_npu.launch(vector_grid, buffer, span, winners, best, indices, values, *sizes)
         return indices, values
-    segments = triton.cdiv(keys, SEGMENT)
-    winners = indices
     group = group_size(topk)
-    if segments > 1 or (sorted and topk > group and keys > WIDE):
-        winners = torch.empty(batches * length * segments * topk, dtype=torch.int32, device=q.device)
+    fewest = min(topk, group) if sorted else topk
+    plan = [(*lengths, searches(topk, sorted, lengths[1])) for lengths in row_lengths(fewest, keys)]
+    words = max((segments * topk for *_, steps in plan for level, _, segments in steps if level), default=0)
+    winners = torch.empty(batches * length * words, dtype=torch.int32, device=q.device) if words else indices
 
     score = scores_spec(q.dtype, weights.dtype, heads, dim, cmp_ratio, table)
     order = order_spec(topk, cmp_ratio, table, sorted)
     tile = score.consts["NQ"]
     for b0, some, i0, n in chunks_of(batch, queries, batches, length):
         sizes = (n, queries, keys, rows, q_offset)
-        seen = keys if table else min(keys, max(0, q_offset + i0 + n) // cmp_ratio)  # of the last query
-        if seen:
+        if table or q_offset + i0 + n >= cmp_ratio:  # somebody sees a block
             score.launch((triton.cdiv(n, tile), some), q, k, weights, span, buffer, b0, i0, *sizes)
-        for above, upto, width in search_widths(min(topk, group) if sorted else topk, seen):
-            first, last = (0, n) if table else rows_between(above, upto if upto < keys else None, q_offset + i0, n, cmp_ratio)
+        for above, most, steps in plan:
+            first, last = (0, n) if table else rows_between(above, most if most < keys else None, q_offset + i0, n, cmp_ratio)
             if first >= last:
                 continue
-            pieces = 1 if upto <= SEGMENT else segments
-            args = (buffer, span, winners, indices, b0, i0, first, *sizes, pieces, above, upto)
-            for level, columns in searches(topk, sorted, width, pieces):
-                spec = select_spec(topk, cmp_ratio, table, level, columns, sorted)
-                spec.launch((last - first, some, pieces if level == 1 else 1), *args)
+            for level, width, segments in steps:
+                args = (buffer, span, winners, indices, b0, i0, first, *sizes, segments * topk, above, most)
+                select = select_spec(topk, cmp_ratio, table, level, width, sorted)
+                select.launch((last - first, some, segments if level == 1 else 1), *args)
         order.launch((n, some, triton.cdiv(topk, group)), buffer, span, indices, values, b0, i0, *sizes)
     return indices, values
-
-
-def search_widths(fewest: int, seen: int) -> list[tuple[int, int, int]]:
-    """(above, upto, tile width) of the searches for rows of more than `fewest` and at most `seen` visible blocks."""
-    buckets, above, width = [], fewest, NARROW
-    while above < seen and width <= SEGMENT:
-        if width > above:
-            buckets.append((above, width, width))
-            above = width
-        width *= 2
-    if above < seen:
-        buckets.append((above, 2**31 - 1, SEGMENT))
-    return buckets
 
 
 def rows_between(above: int, upto: int | None, offset: int, n: int, cmp_ratio: int) -> tuple[int, int]:

@@ -3,9 +3,8 @@
 Two steps. `select_kernel` finds the K best of a row as a set: a search for the K-th score with the row in registers; where several blocks
 share that score, a second search for the largest index that still belongs. `order_kernel` sorts the K, at most GROUP by one warp: of more,
 `select_kernel` finds the GROUP best, the next GROUP, and so on, each as a set.
-A row of at most K (or GROUP) blocks needs no search. A row longer than a segment is searched in segments first and then once more among their
-winners, which is exact, as a block among the K best of the row is among the K best of its segment. So is one of more than WIDE blocks whose
-winners are found in sets, so that all searches but the first are short.
+A row of at most K (or GROUP) blocks needs no search. A row of more than WIDE blocks is searched in segments first and then once more among their
+winners, which is exact, as a block among the K best of the row is among the K best of its segment.
 
 Rows live in a buffer of scores [batches, queries, S3] of one chunk; columns past the visible ones are never read.
 """
@@ -21,7 +20,7 @@ from kernel_runtime.launch import Spec
 
 GROUP = 512  # keys that are sorted together: a warp keeps most of the network in registers, and few share a step of 32 bits
 NARROW = 1024  # columns of the narrowest search: 32 a thread of one warp; SEGMENT is that of 16 warps
-WIDE = 4096  # columns of the widest search for several sets
+WIDE = 4096  # columns, or winners, of a search that leaves room for others beside it
 LOWEST = tl.constexpr(-2147483648)  # key of an empty place, below that of -inf
 INFINITE = tl.constexpr(0x7F800000)  # key of +inf; ~INFINITE is that of -inf
 
@@ -118,16 +117,17 @@ def _slots(taken):
     return tl.cumsum(taken, 1) + (tl.cumsum(by_lane, 0) - by_lane)[:, None] - 1, tl.sum(by_lane, 0)
 
 
-@triton.jit(do_not_specialize=["b0", "i0", "first", "n", "S", "S3", "rows", "q_offset", "segments", "above", "upto"])
+@triton.jit(do_not_specialize=["b0", "i0", "first", "n", "S", "S3", "rows", "q_offset", "stride", "above", "upto"])
 def select_kernel(
-    scores, span, winners, chosen, b0, i0, first, n, S, S3, rows, q_offset, segments, above, upto,
+    scores, span, winners, chosen, b0, i0, first, n, S, S3, rows, q_offset, stride, above, upto,
     K: tl.constexpr, G: tl.constexpr, R: tl.constexpr, TABLE: tl.constexpr, LEVEL: tl.constexpr, A: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """The set of the K best of rows with above < visible blocks <= upto; other rows are left alone. G: the G best come first, then the next G ..
 
     LEVEL 0: a whole row into chosen [B, S, K]. LEVEL 1: segment program_id(2) of a row into winners [batches, n, segments, K],
     -1 where the segment holds fewer than K. LEVEL 2: the winners of all segments into chosen.
-    The tile is [A lanes, E], a lane's elements A columns apart: loads are coalesced, and load, scan and store keep one layout.
+    The tile is [A lanes, E], a lane's elements A columns apart: loads are coalesced, and load, scan and store keep one layout. stride: winners of
+    a row, segments * K, a number of run time: of a constant one Triton would know how addresses are aligned, and choose another layout.
     NaN counts as infinite.
     """
     batch = b0 + tl.program_id(1)
@@ -142,8 +142,8 @@ def select_kernel(
         place = across[None, :] + lane[:, None]
         at = scores + buffer * S3
         if LEVEL == 2:
-            held = place < segments * K
-            column = tl.load(winners + buffer * segments * K + place, mask=held, other=-1)
+            held = place < stride
+            column = tl.load(winners + buffer * stride + place, mask=held, other=-1)
             held = held & (column >= 0)
             x = tl.load(at + column, mask=held, other=0.0)
             total = _count(held)
@@ -203,9 +203,11 @@ def select_kernel(
                 take = ((y > limit) | (tie & (column <= last))) & held
             slot, used = _slots(take.to(tl.int32))
             if LEVEL == 1:
-                out = winners + (buffer * segments + tl.program_id(2)) * K
+                out = winners + buffer * stride + tl.program_id(2) * K
                 tl.store(out + slot, column, mask=take)
-                tl.store(out + place, tl.full([A, E], -1, tl.int32), mask=(place >= used) & (place < K))
+                if used < K:  # in one dimension: a store of the tile would give all of it another layout
+                    rest = tl.arange(0, A * E)
+                    tl.store(out + rest, tl.full([A * E], -1, tl.int32), mask=(rest >= used) & (rest < K))
             else:
                 tl.store(chosen + row * K + slot, column, mask=take)
 
@@ -313,17 +315,35 @@ def group_size(topk: int) -> int:
     return min(GROUP, triton.next_power_of_2(max(topk, 2)))
 
 
-def searches(topk: int, sort: bool, width: int, segments: int) -> list[tuple[int, int]]:
-    """(level, tile width) of the launches of `select_kernel` for rows of so many segments of `width` columns."""
-    if segments == 1 and (width <= WIDE or not sort or topk <= GROUP):
-        return [(0, width)]
-    return [(1, width), (2, min(SEGMENT, max(NARROW, triton.next_power_of_2(segments * topk))))]
+def row_lengths(fewest: int, columns: int) -> list[tuple[int, int]]:
+    """(above, most): lengths of rows that are searched together, of all with more than `fewest` and at most `columns` blocks."""
+    found, most = [], NARROW
+    while fewest < columns:
+        if most > fewest:
+            found.append((fewest, most if most <= SEGMENT else min(most, columns)))
+            fewest = most
+        most *= 2
+    return found
+
+
+def searches(topk: int, sort: bool, columns: int) -> list[tuple[int, int, int]]:
+    """(level, tile width, segments) of the launches of `select_kernel` for rows of at most so many blocks. Segments are short, so that several
+    programs share a multiprocessor and wait in turn, as long as their winners fit a short search again."""
+    if columns <= WIDE:
+        return [(0, max(NARROW, triton.next_power_of_2(columns)), 1)]
+    width = WIDE
+    while width < SEGMENT and triton.cdiv(columns, width) * topk > WIDE:
+        width *= 2
+    segments = triton.cdiv(columns, width)
+    if segments == 1 and (not sort or topk <= GROUP):
+        return [(0, width, 1)]
+    return [(1, width, segments), (2, min(SEGMENT, max(NARROW, triton.next_power_of_2(segments * topk))), segments)]
 
 
 @cache
 def select_spec(topk: int, cmp_ratio: int, table: bool, level: int, width: int, sort: bool) -> Spec:
     """`width`: elements of the tile, a power of two from NARROW to SEGMENT; sort: what is selected will be sorted."""
-    names = ("b0", "i0", "first", "n", "S", "S3", "rows", "q_offset", "segments", "above", "upto")
+    names = ("b0", "i0", "first", "n", "S", "S3", "rows", "q_offset", "stride", "above", "upto")
     warps = width // NARROW
     return Spec(
         select_kernel,
@@ -333,7 +353,8 @@ def select_spec(topk: int, cmp_ratio: int, table: bool, level: int, width: int, 
             "A": 32 * warps, "E": 32,
         },
         num_warps=warps,
-        options={"maxnreg": 128},
+        # 16 warps have no more; the columns of winners are 32 words a thread besides, which would not fit and be spilled
+        options={"maxnreg": 240 if level == 2 and warps <= 8 else 128},
         targets=("cuda", "hip"),
     )  # fmt: skip
 
