@@ -1,4 +1,5 @@
-"""Keys and streams of the Gluon kernels for short contiguous ranges (dense_fwd.py, dense_pdz.py): steps of queries, what stays in shared memory, producers.
+"""Keys and streams of the Gluon kernels for short contiguous ranges (dense_fwd.py, dense_pdz.py): steps of queries, what stays in shared
+memory, producers.
 
 Rows are (query, head) pairs, q taken as [rows * heads, D]: a tile is 64 of them, whatever the number of heads. A step is a run of at most
 STEP queries whose windows together fit into RING keys; it goes through its tiles with those keys in shared memory. Key k lies in slot
