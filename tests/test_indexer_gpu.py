@@ -60,7 +60,7 @@ def test_128k_tokens_against_fp64():
     indices, scores = lightning_indexer(q, k, weights, TOPK, impl="triton")
     torch.cuda.synchronize()
     extra = torch.cuda.max_memory_allocated() - before - indices.nbytes - scores.nbytes
-    assert extra <= 2**28 + 2**24, f"{extra / 2**20:.0f} MiB beyond the results; 256 of scores and 8 of winners are stated"
+    assert extra <= 2**28 + 2**25 + 2**22, f"{extra / 2**20:.0f} MiB beyond the results; 256 of scores and 32 of winners are stated"
     differ = sum(check_row(q[b, t], k[b], weights[b, t], t, indices[b, t], scores[b, t]) for b in (0, 1) for t in ROWS)
     assert differ <= 4  # blocks of 10,000; as many as scores are closer than fp32 tells
 
