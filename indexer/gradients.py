@@ -111,8 +111,8 @@ def gradients_of_query(
     spare = tl.max(tl.where(counts, listed, 0), 0)  # a row that is read anyway, in place of those of slots that do not count
     peak = 1.0
     if SHRINK:  # dI is held between -1 and 1, so that fp16 neither overflows nor loses small gradients
-        peak = tl.max(tl.abs(every), 0)
-        shrink = tl.where(peak > 0.0, 1.0 / tl.where(peak > 0.0, peak, 1.0), 0.0)
+        peak = tl.maximum(tl.max(tl.abs(every), 0), 1.1754943508222875e-38)  # 2^-126: the reciprocal of less may be infinite
+        shrink = 1.0 / peak
     if not ATOMIC:
         owner = tl.where(counts, listed + first.to(tl.int32), -1)
         tl.store(owners + local.to(tl.int64) * K + slot, owner.to(owners.dtype.element_ty), mask=slot < K)

@@ -5,6 +5,7 @@ import torch
 
 from indexer.fixed_point import GROUPS, make_scales
 from indexer.gradients import slot_gradients
+from indexer.kl_loss.fused import loss_and_gradients
 from reference.cases import relative_error
 from tests.op_checks import poison_empty
 
@@ -126,3 +127,21 @@ def test_nothing_to_add(kernel_device, monkeypatch):
     inputs[1].fill_(torch.nan)  # not looked at
     assert all((x == 0).all() for x in slot_gradients(*inputs, None, True))
     assert (make_scales(inputs[0], *inputs[2:], None, 0, 26, 13, KEYS, 2 * KEYS) == 2.0**30).all() and GROUPS.value == 8
+
+
+@pytest.mark.parametrize("form", ["atomics", "whole numbers", "with the loss"])
+def test_gradients_too_small_for_a_reciprocal(kernel_device, form):
+    """fp16 takes dI as parts of the row's largest one, whose reciprocal may be infinite: exp(-90) beside a slot that has it all."""
+    q, k, weights, indices, grad = make(kernel_device, torch.float16, queries=3, batch=1)
+    indices.fill_(-1)
+    indices[..., :2] = torch.tensor([1, 2], dtype=torch.int32)
+    if form == "with the loss":
+        loss, counted = torch.empty(3, device=kernel_device), torch.empty(3, dtype=torch.int32, device=kernel_device)
+        scores, teacher = torch.zeros_like(grad), torch.zeros_like(grad)
+        scores[..., 1], teacher[..., 0] = -90.0, 1.0
+        results = loss_and_gradients(q, k, weights, indices, scores, teacher, None, loss, counted, 1, KEYS, False)
+        assert (loss == 0).all() and (counted == 1).all()
+    else:
+        grad.fill_(1e-39)
+        results = slot_gradients(q, k, weights, indices, grad, None, form != "atomics")
+    assert all(float(x.abs().max()) < 1e-36 for x in results)
