@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from reference.cases.sparse_attn import AttentionCase
-from tests.test_sparse_attn_hopper import BF16, FP16, check, expected, make, run
+from reference.cases.sparse_attn import AttentionCase, attention_inputs
+from tests.test_sparse_attn_hopper import BF16, FP16, Launched, arguments, check, expected, make, run
 
 
 def test_sums_in_the_order_of_the_lanes(kernel_device, monkeypatch):
@@ -73,3 +73,49 @@ def test_a_thousand_launches_end():
         for _ in range(500):
             last = run(inputs, one, dout, deterministic)
         assert first["dq"].equal(last["dq"])
+
+
+# the dense kernels without and with entries, the general ones with lists and without
+VIEWS = [("swa", {"window": 20}), ("cfa", {"window": 20, "cmp_ratio": 7}), ("scfa", {"K": 20, "window": 20}), ("swa", {"window": None})]
+
+
+def at_odd_offset(x):
+    """The same numbers, two bytes behind the begin of an allocation."""
+    return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+def moved(inputs):
+    return {name: at_odd_offset(x) if name in ("q", "ori_kv", "cmp_kv") else x for name, x in inputs.items()}
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("mode", "more"), VIEWS)
+def test_what_is_copied_by_16_bytes_lies_at_their_multiples(mode, more, monkeypatch):
+    """No kernel for sm_90 gets a view that its copies could not take. None runs here."""
+    from sparse_attn.shared_kv.hopper.bwd import attention_bwd
+    from sparse_attn.shared_kv.hopper.fwd import attention_fwd
+
+    def observed(spec, args):
+        if spec.name.startswith("hopper"):
+            raise Launched([name for name, x in zip(spec.types, args) if isinstance(x, torch.Tensor) and x.data_ptr() % 16])
+
+    monkeypatch.setattr("kernel_runtime.launch.LAUNCH_OBSERVERS", [observed])
+    one = AttentionCase("views", mode, N=2, D=256, B=1, S=33, **more)
+    inputs = moved(attention_inputs(one, dtype=FP16))
+    tensors, options = arguments(inputs, one)
+    out, lse = torch.zeros_like(inputs["q"]), torch.zeros(inputs["q"].shape[:-1])
+    assert inputs["q"].data_ptr() % 16
+    with pytest.raises(Launched, match=r"^\[\]$"):
+        attention_fwd(*tensors, *options, False)
+    for deterministic in (False, True):
+        with pytest.raises(Launched, match=r"^\[\]$"):
+            attention_bwd(at_odd_offset(out), *tensors, at_odd_offset(out), lse, *options, deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "more"), VIEWS)
+def test_views_at_odd_offsets(mode, more):
+    one = AttentionCase("views", mode, N=20, D=512, B=1, S=77, **more)
+    inputs, dout = make(one, BF16)
+    for deterministic in (False, True):
+        check(run(moved(inputs), one, at_odd_offset(dout), deterministic), expected(inputs, dout, mode), BF16)

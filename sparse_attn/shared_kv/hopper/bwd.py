@@ -16,7 +16,7 @@ from sparse_attn.shared_kv.fwd import ALL, NONE, SELECTED, mode_of
 from sparse_attn.shared_kv.hopper import DTYPES, HEAD_DIMS
 from sparse_attn.shared_kv.hopper.bwd_cast import cast_spec, cast_sums
 from sparse_attn.shared_kv.hopper.bwd_kernel import hopper_bwd_kernel
-from sparse_attn.shared_kv.hopper.core import HEADS, programs
+from sparse_attn.shared_kv.hopper.core import HEADS, laid_out, programs
 from sparse_attn.shared_kv.hopper.dense import dense_supports
 from sparse_attn.shared_kv.hopper.dense_bwd import dense_attention_bwd, dense_backward_specs, dense_bwd_supports
 from sparse_attn.shared_kv.hopper.dense_fwd import dense_forward_spec
@@ -68,7 +68,7 @@ def attention_bwd(
         return dense_attention_bwd(
             dout, q, ori_kv, cmp_kv, mode, sinks, lse, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, scale, cmp_ratio, window
         )
-    q, dout, out, lse, ori_kv = (x.contiguous() for x in (q, dout, out, lse, ori_kv))
+    q, dout, out, lse, ori_kv = (laid_out(x) for x in (q, dout, out, lse, ori_kv))
     rows = lse.numel() // N
     cmp_shape = (0,) if cmp_kv is None else cmp_kv.shape
     dq, dori_kv, dcmp_kv = torch.empty_like(q), torch.empty_like(ori_kv), torch.empty(cmp_shape, dtype=dtype, device=q.device)
@@ -77,7 +77,7 @@ def attention_bwd(
     dori, dcmp = sums[: ori_kv.numel()].view(ori_kv.shape), sums[ori_kv.numel() :].view(cmp_shape)
     if rows:
         places = places_of(q, ori_kv, cmp_kv, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, cmp_ratio, window)
-        cmp = q if cmp_kv is None else cmp_kv.contiguous()
+        cmp = q if cmp_kv is None else laid_out(cmp_kv)
         indices = places if cmp_indices is None else cmp_indices.contiguous()
         used = used_of(indices, places) if mode == SELECTED else places
         delta = torch.empty_like(lse)

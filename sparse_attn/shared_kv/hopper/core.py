@@ -26,6 +26,12 @@ def programs(tasks: int, device: torch.device) -> int:
     return min(tasks, device_properties(device).cube_cores)
 
 
+def laid_out(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where it is not contiguous or does not lie at a multiple of 16 bytes, as copies of 16 bytes want it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 @gluon.constexpr_function
 def copy_layout_for(DH, warps=4):
     """16 bytes a thread and whole rows of DH channels, so that every copy is a run of full cache lines."""

@@ -12,7 +12,7 @@ import triton
 from kernel_runtime.launch import Spec
 from sparse_attn.shared_kv.fwd import ALL, NONE
 from sparse_attn.shared_kv.hopper.bwd_cast import cast_spec, cast_sums
-from sparse_attn.shared_kv.hopper.core import programs
+from sparse_attn.shared_kv.hopper.core import laid_out, programs
 from sparse_attn.shared_kv.hopper.dense import ENTRIES_MAX, RING, UNIT, dense_supports
 from sparse_attn.shared_kv.hopper.dense_dkv import RUN_UNIT, SLICE, dense_dkv_spec
 from sparse_attn.shared_kv.hopper.dense_halo import halo_sum_spec
@@ -58,7 +58,7 @@ def dense_attention_bwd(
     of the keys' gradients, and the runs' halos and sums of entries: 23 MiB on 132 multiprocessors (350 KiB a batch from 67 on, with entries)."""
     N, D = q.shape[-2:]
     dtype, device = q.dtype, q.device
-    q, dout, lse, ori_kv = (x.contiguous() for x in (q, dout, lse, ori_kv))
+    q, dout, lse, ori_kv = (laid_out(x) for x in (q, dout, lse, ori_kv))
     rows = lse.numel() // N
     cmp_shape: tuple[int, ...] = (0,) if cmp_kv is None else tuple(cmp_kv.shape)
     dq, dori_kv, dcmp_kv = torch.empty_like(q), torch.empty_like(ori_kv), torch.empty(cmp_shape, dtype=dtype, device=device)
@@ -71,7 +71,7 @@ def dense_attention_bwd(
     todo = list(pieces(batches, rows // max(1, batches), 2 * N * (RING.value + entries) * q.element_size()))
     if rows:
         places = places_of(q, ori_kv, cmp_kv, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, cmp_ratio, window)
-        cmp = cmp_kv.contiguous() if cmp_kv is not None and entries else q  # stood in for where there is none
+        cmp = laid_out(cmp_kv) if cmp_kv is not None and entries else q  # stood in for where there is none
         most = max(length * number for _, length, _, number in todo) * N
         p, dz = (q.new_empty(most * RING.value) for _ in range(2))
         pe, dze = (q.new_empty(most * entries) if entries else p for _ in range(2))

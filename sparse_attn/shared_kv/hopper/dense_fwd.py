@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.hopper.core import copy_layout_for, programs
+from sparse_attn.shared_kv.hopper.core import copy_layout_for, laid_out, programs
 from sparse_attn.shared_kv.hopper.dense import (
     CHUNK,
     ENTRIES_MAX,
@@ -294,9 +294,9 @@ def dense_forward(
     """Writes out and lse. Tensors need not be contiguous, places are those of places_of, the scale is positive."""
     N, D = q.shape[-2:]
     rows = places.shape[0]
-    q, ori_kv = q.contiguous(), ori_kv.contiguous()
+    q, ori_kv = laid_out(q), laid_out(ori_kv)
     spec = dense_forward_spec(q.dtype, N, D, cmp_kv is not None, sinks is not None)
     # a tensor that the mode does not read is stood in for by another of its type
-    cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
+    cmp_kv = q if cmp_kv is None else laid_out(cmp_kv)
     sinks = lse if sinks is None else sinks.contiguous()
     spec.launch((programs(triton.cdiv(rows, UNIT.value), q.device),), q, ori_kv, cmp_kv, sinks, places, out, lse, rows, 0, scale)

@@ -46,6 +46,7 @@ from sparse_attn.shared_kv.hopper.core import (
     HEADS,
     copy_heads,
     copy_layout_for,
+    laid_out,
     load_ranges,
     new_barrier,
     programs,
@@ -393,8 +394,8 @@ def attention_fwd(
         dense_forward(q, ori_kv, entry_kv, sinks, places, out, lse, scale)
         return out, lse, probs
     # a tensor that the mode does not read is stood in for by another of its type
-    q, ori_kv = q.contiguous(), ori_kv.contiguous()
-    cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
+    q, ori_kv = laid_out(q), laid_out(ori_kv)
+    cmp_kv = q if cmp_kv is None else laid_out(cmp_kv)
     indices = places if cmp_indices is None else cmp_indices.contiguous()
     used = used_of(indices, places) if mode == SELECTED else places
     spec = forward_spec(q.dtype, N, D, mode, sinks is not None)
