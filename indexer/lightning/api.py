@@ -48,8 +48,9 @@ def lightning_indexer(
                   document see nothing.
     q_offset      position of the first query, an int or int32 tensor with one a batch entry [B] or document; None is 0.
     sorted        False may return the same blocks in any order.
-    query_chunk   queries whose scores are held at a time by the kernel; the default keeps the score buffer below 256 MiB.
-    deterministic sums the gradient of k in a fixed order; None follows torch.are_deterministic_algorithms_enabled().
+    query_chunk   queries whose scores are held at a time by the kernel; the default keeps the score buffer below 256 MiB. Where there are
+                  more than 4096 blocks, what was found in parts of a row is held too: 32 to 64 MiB with 512 slots, 256 with 2048.
+    deterministic sums the gradient of k to the same bits in every run; None follows torch.are_deterministic_algorithms_enabled().
                   impl="eager" is plain autograd and follows PyTorch's own switch alone.
     impl          "auto", "triton" or "eager", see kernel_runtime.impl.
 
