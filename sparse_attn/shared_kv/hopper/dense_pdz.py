@@ -99,7 +99,7 @@ def products_done(LEFT: gl.constexpr, sa, sb, se, da, db, de, ENTRIES: gl.conste
 @gluon.jit
 def score_chunk(
     j: gl.constexpr, g, sa, sb, se, da, db, de, use, bits, z, ring_a, ring_b, entry_s, slots, full, empty,
-    D: gl.constexpr, ENTRIES: gl.constexpr, PAIRS: gl.constexpr,
+    ENTRIES: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """S += q K^T and dP += dO K^T over chunk j of a group of four, chunk `use` of all. Bit i of `bits` is the parity that this consumer waits for
     next at pair i. A chunk's slots are free again when the next one's products have been issued and its own are done."""
@@ -205,7 +205,7 @@ def tile_backward(
         z = (z + g) * zero
         for j in gl.static_range(4):
             sa, sb, se, da, db, de, bits = score_chunk(
-                j, g, sa, sb, se, da, db, de, use + g * 4 + j, bits, z, ring_a, ring_b, entry_s, slots, full, empty, D, ENTRIES, PAIRS
+                j, g, sa, sb, se, da, db, de, use + g * 4 + j, bits, z, ring_a, ring_b, entry_s, slots, full, empty, ENTRIES, PAIRS
             )
     if ONE_QUERY:
         i = (row // N).to(gl.int32) - query
