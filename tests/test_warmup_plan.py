@@ -75,9 +75,10 @@ def test_bf16_launches_nothing_outside_the_plan(config, sm_90, monkeypatch):
     monkeypatch.setattr(launch.Spec, "launch", launch_nothing)
     if sm_90:
         monkeypatch.setattr(choice, "hopper_supports", lambda q: None)
-        monkeypatch.setattr(hopper, "takes", lambda x, *others: hopper.covers(x.dtype, *x.shape[-2:]))
+        monkeypatch.setattr(hopper, "takes", lambda x, *others, aligned=hopper.ALIGNED: hopper.covers(x.dtype, *x.shape[-2:], aligned))
     launched = check_steps(config, torch.bfloat16, (40, 150, 600), "sm_90" if sm_90 else "sm_80")
-    assert (launched >= {"hopper_bwd_kernel", "boundary_bwd_kernel"}) == sm_90
+    of_sm_90 = {"hopper_bwd_kernel", "hopper_dense_pdz_kernel", "hopper_dense_dkv_kernel", "boundary_bwd_kernel", "expand_project_kernel"}
+    assert (launched & of_sm_90) == (of_sm_90 if sm_90 else set())
 
 
 def test_csa_ratio_decides_which_layers_have_an_indexer():
