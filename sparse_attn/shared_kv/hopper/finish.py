@@ -56,15 +56,31 @@ def finished(
 
 
 @gluon.jit
+def halves(value, HALF: gl.constexpr):
+    """value [64, 2 HALF] as its first and last HALF columns."""
+    return value.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def store_pair(x, value, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr):
+    """value [64, 128] as store_through."""
+    left, right = halves(value, 64)
+    staged.store(left)
+    store_heads(x, staged, row, group, first, N, D, 64)
+    other.store(right)
+    store_heads(x, other, row, group, first + 64, N, D, 64)
+
+
+@gluon.jit
 def store_through(x, value, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
-    """value [64, WIDTH] to WIDTH channels from `first` on of 64 heads of x [rows, N, D], 64 at a time through staged and other [64, 64] in
-    turn, so that the stores to device memory are whole rows."""
-    if WIDTH == 64:
+    """value [64, WIDTH], WIDTH 64, 128 or 256, to channels from `first` on of 64 heads of x [rows, N, D], 64 at a time through staged and other
+    [64, 64] in turn, so that the stores to device memory are whole rows."""
+    if WIDTH == 256:
+        left, right = halves(value, 128)
+        store_pair(x, left, staged, other, row, group, first, N, D)
+        store_pair(x, right, staged, other, row, group, first + 128, N, D)
+    elif WIDTH == 128:
+        store_pair(x, value, staged, other, row, group, first, N, D)
+    else:
         staged.store(value)
         store_heads(x, staged, row, group, first, N, D, 64)
-    else:
-        left, right = value.reshape([64, 2, WIDTH // 2]).permute((0, 2, 1)).split()
-        store_through(x, left, staged, other, row, group, first, N, D, WIDTH // 2)
-        if WIDTH == 128:
-            staged = other
-        store_through(x, right, staged, other, row, group, first + WIDTH // 2, N, D, WIDTH // 2)
