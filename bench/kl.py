@@ -149,7 +149,8 @@ def measured(provider: str, x: Problem, form: str, args: argparse.Namespace, cop
 def run(args: argparse.Namespace) -> list[Row]:
     deadline = time.monotonic() + args.seconds
     speeds = rates()
-    compile_kernels("indexer.kl_loss", args.topk, ATTENTION_HEADS, ATTENTION_DIM)
+    if "ours" in args.providers:
+        compile_kernels("indexer.kl_loss", args.topk, ATTENTION_HEADS, ATTENTION_DIM)
     compile_kernels("indexer.lightning", args.topk)
     rows: list[Row] = []
     for tokens in args.tokens:
