@@ -111,6 +111,7 @@ def make_model(config: RunConfig, parallel: Parallel) -> nn.Module:
 
 
 def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, variant: str) -> Result:
+    """Time steps, print the row, then profile one more."""
     result = Result(variant, config.seq_len, config.batch, config.recompute, parallel.world, config.ep_group, config.prefetch)
     device = parallel.device
     if device.type == "cuda":
@@ -134,6 +135,8 @@ def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, var
     if device.type == "cuda":
         torch.cuda.synchronize()
         result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+    if parallel.rank == 0:
+        print(line(result), flush=True)  # the profile of an eager step takes longer than the steps
     if args.split and config.seq_len <= args.split_longest and device.type == "cuda":
         trace.annotate_parts(model)
         split(result, lambda: train_step(model, optimizer, config, batch, step + 1), args.traces and args.traces / _name(result, parallel))
@@ -175,7 +178,9 @@ def attempt(args: argparse.Namespace, parallel: Parallel, config: RunConfig, var
         if what != "does not fit":
             traceback.print_exc()
         note = f"{what}: {str(error).splitlines()[0][:90]}"
-        return Result(variant, config.seq_len, config.batch, config.recompute, 1, config.ep_group, config.prefetch, note=note)
+        result = Result(variant, config.seq_len, config.batch, config.recompute, 1, config.ep_group, config.prefetch, note=note)
+        print(line(result), flush=True)
+        return result
     finally:
         torch._dynamo.reset()
         gc.collect()
@@ -242,7 +247,6 @@ def run(args: argparse.Namespace, device: torch.device) -> list[Result]:
         config = settings(args, row, ep_group, prefetch)
         results.append(attempt(args, parallel, config, row.variant))
         if parallel.rank == 0:
-            print(line(results[-1]), flush=True)
             print_split(results[-1], args.kernels)
             write(results, args.out)
         return results[-1]
