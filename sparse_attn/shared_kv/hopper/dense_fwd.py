@@ -216,7 +216,7 @@ def consumer(
         row_end = last.to(gl.int64) * N
         take_keys(step, k_full)
         for tile in range((tiles_before & 1) ^ X, tiles, 2):
-            # Opaque zero, as in fwd.py; without it what depends on `low` alone is kept in registers across tiles, 36 of them
+            # Opaque zero, as in fwd_kernel.py; without it what depends on `low` alone is kept in registers across tiles, 36 of them
             row = query.to(gl.int64) * N + tile * 64
             z = tile * zero
             tile_forward(

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.hopper.core import HEADS, load_ranges, programs, tile_keys
-from sparse_attn.shared_kv.hopper.fwd import BN, gather_tasks, new_copy_barriers, scores
+from sparse_attn.shared_kv.hopper.tasks import BN, gather_tasks, new_copy_barriers, scores
 
 
 @gluon.jit

@@ -1,0 +1,92 @@
+"""Tasks of the Gluon kernels that gather their keys (fwd_kernel.py, probs.py): what a task is, its producer, S of its tiles. The barriers and
+the order between proxies are described in fwd_kernel.py."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from sparse_attn.shared_kv.hopper.core import copy_heads, copy_layout_for, load_ranges, new_barrier, tile_pointers
+
+BN = 64  # keys of a tile
+
+
+@gluon.jit
+def task_of(task, rows, places, used, N: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr):
+    """Row and group of heads of a task, its pairs of tiles (at least one, so that every task fills and frees q), its ranges (core.py)."""
+    GROUPS: gl.constexpr = (N + 63) // 64
+    row = rows - 1 - task // GROUPS  # the last queries see most: started first, the grid ends together
+    ori_begin, ori_count, cmp_begin, cmp_count, slots = load_ranges(places, used, row, COMPRESSED)
+    if not WINDOW:
+        ori_count = 0
+    ori_tiles = gl.cdiv(ori_count, BN)
+    num_pairs = gl.maximum(gl.cdiv(ori_tiles + gl.cdiv(slots, BN), 2), 1)
+    return row, task % GROUPS, num_pairs, (ori_tiles, ori_begin, ori_count, cmp_begin, cmp_count, slots)
+
+
+@gluon.jit
+def pair_is_whole(i, ranges, BN: gl.constexpr):
+    """Whether pair i has an odd tile: the last of an odd number of tiles has no partner, and nothing is loaded or computed for one. The first
+    pair counts as whole in any case, so that neither consumer can be through with a task before the other one has begun it."""
+    return (i == 0) | (2 * i + 1 < ranges[0] + gl.cdiv(ranges[5], BN))
+
+
+@gluon.jit
+def gather_tasks(
+    q, ori_kv, cmp_kv, indices, places, used, rows, tasks, K, zero, q_s, k_s, q_full, q_empty, k_full, k_empty,
+    N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """The producer: q and the keys of all tasks. Without WINDOW the compressed keys alone (probs.py)."""
+    DH: gl.constexpr = D // 2
+    layout: gl.constexpr = copy_layout_for(DH)
+    n = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
+    empty_phase = 1  # the first wait on an "empty" barrier must pass at once
+    q_phase = 1
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
+        row, group, num_pairs, ranges = task_of(task, rows, places, used, N, COMPRESSED, WINDOW, BN)
+        first_slot = row.to(gl.int64) * K
+        mbarrier.wait(q_empty, q_phase)
+        for half in gl.static_range(2):
+            copy_heads(q, row, group, half * DH, q_s, zero + half, q_full[half], N, D, DH)
+        for i in range(num_pairs):
+            z = i * zero
+            for tile in gl.static_range(2):
+                ptrs, valid = tile_pointers(ori_kv, cmp_kv, indices, first_slot, 2 * i + tile, n, d, ranges, D, COMPRESSED == 2, BN)
+                for half in gl.static_range(2):
+                    mbarrier.wait(k_empty[2 * tile + half], empty_phase)
+                    if tile == 0:
+                        async_copy.async_copy_global_to_shared(k_s.index(z + half), ptrs + half * DH, mask=valid)
+                    elif pair_is_whole(i, ranges, BN):
+                        async_copy.async_copy_global_to_shared(k_s.index(z + 2 + half), ptrs + half * DH, mask=valid)
+                    async_copy.mbarrier_arrive(k_full[2 * tile + half], increment_count=False)
+            empty_phase = empty_phase ^ 1
+        q_phase = q_phase ^ 1
+
+
+@gluon.jit
+def new_copy_barriers():
+    """q_full, q_empty, k_full, k_empty between gather_tasks and its two consumers."""
+    q_full = (new_barrier(128), new_barrier(128))
+    q_empty = new_barrier(2)
+    k_full = (new_barrier(128), new_barrier(128), new_barrier(128), new_barrier(128))
+    k_empty = (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1))
+    return q_full, q_empty, k_full, k_empty
+
+
+@gluon.jit
+def issue_scores(X: gl.constexpr, z, q_s, k_s, k_full, phase, s_zero):
+    """S = q K^T of the even (X = 0) or odd tile of a pair, D half by D half as they arrive; issued and not waited for."""
+    mbarrier.wait(k_full[2 * X], phase)
+    fence_async_shared()
+    s = warpgroup_mma(q_s.index(z), k_s.index(z + 2 * X).permute((1, 0)), s_zero, use_acc=False, is_async=True)
+    mbarrier.wait(k_full[2 * X + 1], phase)
+    fence_async_shared()
+    return warpgroup_mma(q_s.index(z + 1), k_s.index(z + 2 * X + 1).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def scores(X: gl.constexpr, z, q_s, k_s, k_full, phase, s_zero):
+    s = issue_scores(X, z, q_s, k_s, k_full, phase, s_zero)
+    return warpgroup_mma_wait(0, deps=[s])
