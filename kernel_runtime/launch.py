@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
 from kernel_runtime.direct import DirectLaunch, direct_launch, settings
 from kernel_runtime.keys import settle
@@ -18,7 +19,10 @@ from kernel_runtime.keys import settle
 __all__ = ["CUDA_SMEM_LIMIT", "GPU_HINTS", "LAUNCH_OBSERVERS", "ON_ASCEND", "TRITON_DTYPE", "WATCHING", "Spec", "settings"]
 
 TRITON_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-CUDA_SMEM_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# Bytes of shared memory that one program may use, by NVIDIA architecture (CUDA programming guide, compute capabilities)
+CUDA_SMEM_LIMIT = {
+    **dict.fromkeys((80, 87), 163 * 1024), **dict.fromkeys((86, 89, 120, 121), 99 * 1024), **dict.fromkeys((90, 100, 103, 110), 227 * 1024),
+}  # fmt: skip
 # hints of GPU compilers; Triton-Ascend has no such option and refuses a launch that passes one
 GPU_HINTS = frozenset({"maxnreg", "num_ctas", "waves_per_eu", "matrix_instr_nonkdim", "launch_pdl"})
 ON_ASCEND = "ascend" in triton.backends.backends
@@ -27,6 +31,11 @@ ON_ASCEND = "ascend" in triton.backends.backends
 LAUNCH_OBSERVERS: list[Callable[[Spec, tuple[Any, ...]], None]] = []
 # this thread's launches while it records a replay (kernel_runtime.replay): `launches` is a list of (spec, grid, arguments)
 WATCHING = threading.local()
+
+
+def shared_memory(arch: int) -> int:
+    """Bytes of shared memory that kernels for an NVIDIA architecture are tiled for: one that is not in the table is taken to have the least."""
+    return CUDA_SMEM_LIMIT.get(arch, min(CUDA_SMEM_LIMIT.values()))
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,8 @@ class Spec:
             For the traffic estimate.
     minimal_bytes  bytes a token that the kernel must move between global memory and the chip, weights apart; 0 = not stated.
     arch    the NVIDIA architecture (90 is sm_90) that the kernel is for, or the first and the last one; None if it is for all.
+    shared  bytes of shared memory on the NVIDIA architectures that the kernel is tiled for, from the first to below the last; None if it is
+            for all.
     yields_on  NVIDIA architectures on which impl="auto" takes another kernel: there it runs only where it is asked for by name.
     """
 
@@ -57,6 +68,7 @@ class Spec:
     tokens: float | Mapping[str, float] = 0
     minimal_bytes: float = 0.0
     arch: int | tuple[int, int] | None = None
+    shared: tuple[int, int] | None = None
     yields_on: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -91,15 +103,23 @@ class Spec:
         return direct_launch(self.kernel, self.types, tuple(self.consts), self.keywords)
 
     def launch(self, grid: Sequence[int], *args: Any) -> Any:
-        """Starts the kernel on the current device and stream; `args` are the run-time arguments in order."""
+        """Starts the kernel on the current device and stream; `args` are the run-time arguments in order. ValueError where its tiles need
+        more than the device has."""
         for observer in LAUNCH_OBSERVERS:
             observer(self, args)
         grid = tuple(grid)
         if (launches := getattr(WATCHING, "launches", None)) is not None:
             launches.append((self, grid, args))
-        if self.direct is None:
-            return self.kernel[grid](*args, **self.keywords)
-        return self.direct(grid, args)
+        try:
+            return self.kernel[grid](*args, **self.keywords) if self.direct is None else self.direct(grid, args)
+        except OutOfResources as error:
+            raise ValueError(self._too_large(error)) from error
+
+    def _too_large(self, error: OutOfResources) -> str:
+        pointers = ", ".join(f"{name} {kind[1:]}" for name, kind in self.types.items() if kind.startswith("*"))
+        sizes = ", ".join(f"{name} = {value}" for name, value in self.consts.items())
+        needs = f"needs {error.required} of {error.name}, of which this device has {error.limit}"
+        return f"{self.name} {needs} ({sizes}; {pointers}); impl='eager' runs the case without kernels"
 
     @property
     def portable(self) -> bool:
@@ -108,10 +128,11 @@ class Spec:
 
     def runs_on(self, target: Any) -> bool:
         """Whether a Triton GPUTarget is of the architectures that the kernel is for; its backend is not asked for here."""
-        if target.backend != "cuda" or self.arch is None:
+        if target.backend != "cuda":
             return True
-        first, last = self.arch if isinstance(self.arch, tuple) else (self.arch, self.arch)
-        return bool(first <= target.arch <= last)
+        first, last = self.arch if isinstance(self.arch, tuple) else (self.arch or 0, self.arch or target.arch)
+        least, below = self.shared or (0, shared_memory(target.arch) + 1)
+        return bool(first <= target.arch <= last and least <= shared_memory(target.arch) < below)
 
     @property
     def gluon(self) -> bool:

@@ -31,10 +31,11 @@ class Plan:
     def of(cls, entries: Iterable[tuple[str, Spec]]) -> Plan:
         found: dict[Any, tuple[str, Spec]] = {}
         for op, spec in entries:
-            first_op, first = found.setdefault(spec.identity, (op, spec))
+            place = spec.identity, spec.arch, spec.shared  # one kernel may be the form of several ranges of devices
+            first_op, first = found.setdefault(place, (op, spec))
             if first.yields_on != spec.yields_on:  # a kernel that one user leaves and another takes is needed where either takes it
                 both = tuple(arch for arch in first.yields_on if arch in spec.yields_on)
-                found[spec.identity] = first_op, replace(first, yields_on=both)
+                found[place] = first_op, replace(first, yields_on=both)
         return cls(tuple(found.values()))
 
     def __iter__(self) -> Iterator[tuple[str, Spec]]:
@@ -140,7 +141,7 @@ def _encode_spec(spec: Spec) -> dict[str, Any]:
         "kernel": f"{spec.kernel.__module__}:{spec.name}", "types": dict(spec.types),
         "consts": {n: _encode(v) for n, v in spec.consts.items()}, "num_warps": spec.num_warps, "num_stages": spec.num_stages,
         "options": {n: _encode(v) for n, v in spec.options.items()}, "hot": spec.hot, "targets": list(spec.targets),
-        "arch": spec.arch, "yields_on": list(spec.yields_on),
+        "arch": spec.arch, "shared": spec.shared, "yields_on": list(spec.yields_on),
     }  # fmt: skip
 
 
@@ -148,5 +149,6 @@ def _decode_spec(item: dict[str, Any], source: str) -> Spec:
     return Spec(
         _find(item["kernel"], source), item["types"], {n: _decode(v) for n, v in item["consts"].items()}, item["num_warps"],
         item["num_stages"], item["hot"], tuple(item["targets"]), {n: _decode(v) for n, v in item["options"].items()},
-        arch=tuple(item["arch"]) if isinstance(item["arch"], list) else item["arch"], yields_on=tuple(item.get("yields_on", ())),
+        arch=tuple(item["arch"]) if isinstance(item["arch"], list) else item["arch"],
+        shared=tuple(item["shared"]) if item.get("shared") else None, yields_on=tuple(item.get("yields_on", ())),
     )  # fmt: skip

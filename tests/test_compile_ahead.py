@@ -1,7 +1,8 @@
 """Every registered specialisation compiles ahead of time with no device, and what it uses fits the target.
 
 sm_90 is the target that is tuned for; the portable kernels must compile for sm_100 and gfx942 too. Specialisations that models share are
-compiled once: the smaller presets come first.
+compiled once: the smaller presets come first. Of devices with less shared memory, sm_80, 89 and 120, only those kernels are compiled here that
+have a form for them; `python -m kernel_runtime.warmup --config pro --target sm_89 --by-name` compiles all and lists what each uses.
 """
 
 import re
@@ -18,6 +19,7 @@ SPILL_LIMIT = 1024  # bytes a thread on NVIDIA; more means a kernel that should 
 # of scope).
 TOO_LARGE = {"gfx942": {"attention_fwd_kernel", "range_dkv_kernel"}}
 CASES = [("sm_90", name) for name in PRESETS] + [(target, name) for target in ("sm_100", "gfx942") for name in ("tiny", "flash")]
+CASES += [(target, "pro") for target in ("sm_80", "sm_89", "sm_120")]
 
 
 def own_entries(name, target):
@@ -41,6 +43,9 @@ def test_compiles_and_fits(target, name, record_property):
     entries = own_entries(name, gpu)
     if target == "sm_100":
         entries = [(op, spec) for op, spec in entries if spec.portable or spec.arch]
+    if target in ("sm_80", "sm_89", "sm_120"):
+        entries = [(op, spec) for op, spec in entries if spec.shared]
+        assert len(entries) == 10
     assert name != "tiny" or entries
     failures, lines = [], []
     for op, spec in entries:
@@ -63,8 +68,9 @@ def test_warpgroups_share_the_rows_of_attention(form):
     """sm_90: of 64 rows each of two warpgroups makes half the columns, in every product (fwd.attend says what Triton does otherwise)."""
     from kernel_runtime.targets import parse_target
     from sparse_attn.shared_kv.bwd import dq_spec
-    from sparse_attn.shared_kv.fwd import HOPPER, SELECTED, forward_spec
+    from sparse_attn.shared_kv.fwd import SELECTED, forward_spec
+    from sparse_attn.shared_kv.tiles import HOPPER
 
     make = forward_spec if form == "forward" else dq_spec
-    code = make(torch.bfloat16, 64, 512, SELECTED, True, arch=HOPPER).compile(parse_target("sm_90")).asm["ttgir"]
+    code = make(torch.bfloat16, 64, 512, SELECTED, True, form=HOPPER).compile(parse_target("sm_90")).asm["ttgir"]
     assert set(re.findall(r"nvidia_mma<.*warpsPerCTA = \[(\d, \d)\]", code)) == {"4, 2"}

@@ -123,14 +123,14 @@ def test_channels(kernel_device, monkeypatch, take, D):
 @pytest.mark.parametrize("D", [272, 512])
 def test_form_for_two_warpgroups(kernel_device, monkeypatch, take, D):
     """What sm_90 takes for more than 32 heads in 16 bits, in the interpreter as well: S, P and dZ from a branch."""
-    from sparse_attn.shared_kv import bwd, fwd
+    from sparse_attn.shared_kv import bwd, fwd, tiles
 
     poison_empty(monkeypatch)
     launched = []
     monkeypatch.setattr("kernel_runtime.launch.LAUNCH_OBSERVERS", [lambda spec, arguments: launched.append(spec.consts.get("ARCH"))])
     if kernel_device == "cpu":
-        monkeypatch.setattr(fwd, "arch_of", lambda device: fwd.HOPPER)
-        monkeypatch.setattr(bwd, "arch_of", lambda device: fwd.HOPPER)
+        monkeypatch.setattr(fwd, "form_of", lambda device: tiles.HOPPER)
+        monkeypatch.setattr(bwd, "form_of", lambda device: tiles.HOPPER)
     case = AttentionCase("", "scfa", B=1, S=3, S2=75, N=33, D=D, window=70, cmp_ratio=2, K=9)
     check(case, kernel_device, torch.bfloat16, **take("dense" if D == 512 else "rows"))
     assert kernel_device != "cpu" or (90 in launched and 0 not in launched)

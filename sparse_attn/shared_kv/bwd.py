@@ -25,30 +25,13 @@ from kernel_runtime.device import device_properties, grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
 from sparse_attn.shared_kv.bwd_kernels import attention_dq_kernel, range_dkv_kernel, selected_dkv_kernel
-from sparse_attn.shared_kv.fwd import (
-    ALL,
-    BLACKWELL,
-    GPU,
-    HOPPER,
-    INDEX_BLOCK,
-    NONE,
-    NPU,
-    OLDER,
-    SELECTED,
-    Tiles,
-    arch_of,
-    ascend_tiles,
-    forward_spec,
-    forward_tiles,
-    mode_of,
-    probs_spec,
-    targets_of,
-)
+from sparse_attn.shared_kv.fwd import ALL, INDEX_BLOCK, NONE, SELECTED, forward_spec, mode_of, probs_spec
 from sparse_attn.shared_kv.lists import occurrence_spec, single_lists, single_spec
 from sparse_attn.shared_kv.owner import owner_lists, owner_spec, owner_sum
 from sparse_attn.shared_kv.places import places_of
 from sparse_attn.shared_kv.places import specs as places_specs
 from sparse_attn.shared_kv.sinks import sink_gradient, sink_gradient_spec
+from sparse_attn.shared_kv.tiles import FORMS, GPU, NPU, OLDER, Form, ascend_tiles, form_of, gradient_tiles, selected_keys, targets_of
 from sparse_attn.shared_kv.used import used_of, used_spec
 
 # P^T, dZ^T and partial rows of a chunk of queries stay below this
@@ -60,21 +43,11 @@ DENSE_LIMIT = 2
 WAVES = {0: 1, 2: 2}
 
 
-def gradient_tiles(dtype: torch.dtype, N: int, D: int, arch: tuple[int, int]) -> Tiles:
-    """On a GPU: as in the forward, but q and dO both stay in shared memory: at D above 256 just one tile of keys fits beside them. Where
-    P and dZ are computed APART (HOPPER, two warpgroups), D is in one piece."""
-    tiles = forward_tiles(dtype, N, D)
-    BD, HALVES = tiles.BD, tiles.HALVES
-    if arch == HOPPER and tiles.BH * BD * HALVES > 64 * 256:
-        BD, HALVES = BD * HALVES, 1
-    return Tiles(tiles.BH, tiles.BN, BD, HALVES, tiles.num_warps, 1 if D > 128 else tiles.num_stages)
-
-
 @cache
 def dq_spec(
-    dtype: torch.dtype, N: int, D: int, compressed: int, dense: bool, npu: bool = False, arch: tuple[int, int] = OLDER
+    dtype: torch.dtype, N: int, D: int, compressed: int, dense: bool, npu: bool = False, form: Form = OLDER
 ) -> Spec:  # fmt: skip
-    x, tiles = f"*{TRITON_DTYPE[dtype]}", ascend_tiles(dtype, N, D) if npu else gradient_tiles(dtype, N, D, arch)
+    x, tiles = f"*{TRITON_DTYPE[dtype]}", ascend_tiles(dtype, N, D) if npu else gradient_tiles(dtype, N, D, form)
     return Spec(
         attention_dq_kernel,
         types={
@@ -84,12 +57,13 @@ def dq_spec(
         },
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "DENSE": dense, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
-            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu, "ARCH": arch[0],
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu, "ARCH": form.arch[0],
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        targets=targets_of(npu, arch),
-        arch=arch,
+        targets=targets_of(npu, form),
+        arch=form.arch,
+        shared=form.shared,
     )  # fmt: skip
 
 
@@ -123,7 +97,7 @@ def range_spec(dtype: torch.dtype, N: int, D: int, column: int, listed: bool = F
 
 
 @cache
-def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool, npu: bool = False) -> Spec:
+def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool, npu: bool = False, form: Form = OLDER) -> Spec:
     x = f"*{TRITON_DTYPE[dtype]}"
     return Spec(
         selected_dkv_kernel,
@@ -132,12 +106,14 @@ def selected_spec(dtype: torch.dtype, N: int, D: int, partial: bool, npu: bool =
             **dict.fromkeys(("tasks", "row0", "rows", "K", "first_slot", "slots"), "i32"),
         },
         consts={
-            "N": N, "D": D, "PARTIAL": partial, "NH": _padded_heads(N), "BN": 64, "BD": _channels(dtype, D), "BK": INDEX_BLOCK,
-            "ASCEND": npu,
+            "N": N, "D": D, "PARTIAL": partial, "NH": _padded_heads(N), "BN": selected_keys(N, form), "BD": _channels(dtype, D),
+            "BK": INDEX_BLOCK, "ASCEND": npu,
         },
         num_warps=4,
         num_stages=3 if dtype != torch.float32 else 1,
-        targets=NPU if npu else GPU,
+        targets=targets_of(npu, form),
+        arch=form.arch,
+        shared=form.shared,
     )  # fmt: skip
 
 
@@ -156,7 +132,7 @@ def attention_bwd(
     deterministic: bool, npu: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dori_kv, dcmp_kv, dsinks of the op shared_kv_bwd; an empty tensor for what was not given. npu: see `on_npu`."""
-    npu = on_npu(q.device, npu)
+    npu, form = on_npu(q.device, npu), form_of(q.device)
     N, D = q.shape[-2:]
     dtype, mode = q.dtype, mode_of(cmp_kv, cmp_indices)
     q, dout, out, lse, ori_kv = (x.contiguous() for x in (q, dout, out, lse, ori_kv))
@@ -182,7 +158,7 @@ def attention_bwd(
         dz = torch.empty_like(p)
         part = torch.empty((chunk, K, D), dtype=dtype, device=q.device) if partial else None
         used = used_of(indices, places) if mode == SELECTED and not npu else places
-        first = dq_spec(dtype, N, D, mode, dense, npu, arch_of(q.device))
+        first = dq_spec(dtype, N, D, mode, dense, npu, form)
         for row0 in range(0, rows, chunk):
             count = min(chunk, rows - row0)
             lists, counts, log_counts = single_lists(indices, places, row0, count, entries) if dense else (indices, places, lse)
@@ -196,7 +172,7 @@ def attention_bwd(
             if mode == ALL or dense:
                 _add_range(q, dout, places, counts, p, dz, dcmp, row0, count, 2, window_slots, slots, dense, npu)
             elif mode == SELECTED:
-                spec = selected_spec(dtype, N, D, partial, npu)
+                spec = selected_spec(dtype, N, D, partial, npu, form)
                 tasks = count * triton.cdiv(D, spec.consts["BD"])
                 target = dcmp if part is None else part
                 grid = (grid_size(q.device, tasks, npu),)
@@ -234,21 +210,20 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     dtype = next(d for d, name in TRITON_DTYPE.items() if name == shape.dtype)
     N, D = shape.heads, shape.head_dim
     yield from places_specs()
-    for npu, arch in ((False, OLDER), (False, HOPPER), (False, BLACKWELL), (True, OLDER)):
+    for npu, form in (*((False, form) for form in FORMS), (True, OLDER)):
         for mode in (NONE, ALL, SELECTED):
-            yield forward_spec(dtype, N, D, mode, True, npu, arch)
-            yield dq_spec(dtype, N, D, mode, False, npu, arch)
+            yield forward_spec(dtype, N, D, mode, True, npu, form)
+            yield dq_spec(dtype, N, D, mode, False, npu, form)
         if not npu:
-            yield dq_spec(dtype, N, D, SELECTED, True, arch=arch)
-    for npu in (False, True):
-        yield probs_spec(dtype, N, D, npu)
+            yield dq_spec(dtype, N, D, SELECTED, True, form=form)
+            yield selected_spec(dtype, N, D, False, form=form)
+        yield selected_spec(dtype, N, D, True, npu, form)
+        yield probs_spec(dtype, N, D, npu, form)
     for column, listed in ((0, False), (2, False), (2, True)):
         for split in (False, True):
             yield range_spec(dtype, N, D, column, listed, split)
     for column in (0, 2):
         yield range_spec(dtype, N, D, column, npu=True)
-    for partial, npu in ((False, False), (True, False), (True, True)):
-        yield selected_spec(dtype, N, D, partial, npu)
     yield used_spec()
     yield occurrence_spec()
     yield single_spec()

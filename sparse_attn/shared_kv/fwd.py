@@ -9,7 +9,6 @@ Ascend takes the same kernels with smaller tiles (the accumulator lives in the u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,6 +20,7 @@ from kernel_runtime.kernels import dot
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.core import load_ranges, load_rows, range_rows, selected_rows, store_rows, tile_rows, used_slots_ascend, zero_tile
 from sparse_attn.shared_kv.places import places_of
+from sparse_attn.shared_kv.tiles import OLDER, Form, ascend_tiles, form_of, forward_tiles, probs_tiles, targets_of
 from sparse_attn.shared_kv.used import used_of
 
 INDEX_BLOCK = 512
@@ -92,7 +92,7 @@ def forward_task(
 ):  # fmt: skip
     """One query and a block of its heads: out [rows, N, D], lse [rows, N]."""
     EVEN: tl.constexpr = D == BD * HALVES
-    APART: tl.constexpr = ARCH == 90 and BH * BD * HALVES > 64 * 256  # two warpgroups, see forward_tiles
+    APART: tl.constexpr = ARCH == 90 and BH * BD * HALVES > 64 * 256  # two warpgroups, see attend
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
     row = (rows - 1 - task // HEAD_BLOCKS).to(tl.int64)  # the last queries see most: started first, the grid ends together
     h = (task % HEAD_BLOCKS) * BH + tl.arange(0, BH)
@@ -217,36 +217,6 @@ def slot_probs_kernel(
         tl.store(probs + row * K + slot, total / N, mask=slot < K)
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Heads, keys and channels of a tile, and how a kernel with it is launched."""
-
-    BH: int
-    BN: int
-    BD: int
-    HALVES: int
-    num_warps: int
-    num_stages: int
-
-
-def forward_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
-    """The table: 64 heads x 64 keys in 16-bit types (192 KB of shared memory at D = 512); fp32 products need small tiles."""
-    HALVES = 2 if D > 256 else 1
-    BD = 256 if D > 256 else max(16, triton.next_power_of_2(D))
-    BH = min(64, max(16, triton.next_power_of_2(N)))
-    if dtype == torch.float32:
-        return Tiles(min(BH, 16), 32 if D <= 256 else 16, BD, HALVES, 4 if D <= 256 else 8, 1)
-    return Tiles(BH, 64, BD, HALVES, 8 if BH * BD * HALVES > 64 * 256 else 4, 2)
-
-
-def ascend_tiles(dtype: torch.dtype, N: int, D: int) -> Tiles:
-    """32 heads x 32 keys in 16-bit types: at D = 512 their accumulator and its rescaled copy take two thirds of the unified buffer."""
-    tiles = forward_tiles(dtype, N, D)
-    if dtype == torch.float32:
-        return tiles
-    return Tiles(min(tiles.BH, 32), 32, tiles.BD, tiles.HALVES, tiles.num_warps, tiles.num_stages)
-
-
 def mode_of(cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None) -> int:
     """COMPRESSED of a call; NONE as well where there is no entry to see or no slot to name one."""
     if cmp_kv is None or cmp_kv.shape[-2] == 0:
@@ -256,30 +226,14 @@ def mode_of(cmp_kv: torch.Tensor | None, cmp_indices: torch.Tensor | None) -> in
     return SELECTED if cmp_indices.shape[-1] else NONE
 
 
-GPU, NPU = ("cuda", "hip"), ("ascend",)  # a spec's targets
-# The forms of a kernel for GPUs by the NVIDIA architectures, first and last, that take them; AMD's take the first. HOPPER: products of whole
-# warpgroups, APART in the kernels. BLACKWELL: Triton keeps the operands of the second product in shared memory, one tile of keys in flight.
-OLDER, HOPPER, BLACKWELL = (0, 89), (90, 99), (100, 999)
 _NUMBERS = {"tasks": "i32", "rows": "i32", "K": "i32", "scale": "fp32"}
-
-
-def targets_of(npu: bool, arch: tuple[int, int]) -> tuple[str, ...]:
-    return NPU if npu else GPU if arch == OLDER else ("cuda",)
-
-
-def arch_of(device: torch.device) -> tuple[int, int]:
-    """OLDER, HOPPER or BLACKWELL."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return OLDER
-    major = torch.cuda.get_device_capability(device)[0]
-    return OLDER if major < 9 else HOPPER if major == 9 else BLACKWELL
 
 
 @cache
 def forward_spec(
-    dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, npu: bool = False, arch: tuple[int, int] = OLDER
+    dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, npu: bool = False, form: Form = OLDER
 ) -> Spec:  # fmt: skip
-    x, tiles = f"*{TRITON_DTYPE[dtype]}", (ascend_tiles if npu else forward_tiles)(dtype, N, D)
+    x, tiles = f"*{TRITON_DTYPE[dtype]}", ascend_tiles(dtype, N, D) if npu else forward_tiles(dtype, N, D, form)
     types = {"q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "used": "*i32"}
     types |= {"out": x, "lse": "*fp32", **_NUMBERS}
     return Spec(
@@ -287,25 +241,28 @@ def forward_spec(
         types=types,
         consts={
             "N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD,
-            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu, "ARCH": arch[0],
+            "HALVES": tiles.HALVES, "BK": INDEX_BLOCK, "ASCEND": npu, "ARCH": form.arch[0],
         },
         num_warps=tiles.num_warps,
-        num_stages=1 if arch == BLACKWELL else tiles.num_stages,
-        targets=targets_of(npu, arch),
-        arch=arch,
+        num_stages=tiles.num_stages,
+        targets=targets_of(npu, form),
+        arch=form.arch,
+        shared=form.shared,
     )  # fmt: skip
 
 
 @cache
-def probs_spec(dtype: torch.dtype, N: int, D: int, npu: bool = False) -> Spec:
-    x, tiles = f"*{TRITON_DTYPE[dtype]}", (ascend_tiles if npu else forward_tiles)(dtype, N, D)
+def probs_spec(dtype: torch.dtype, N: int, D: int, npu: bool = False, form: Form = OLDER) -> Spec:
+    x, tiles = f"*{TRITON_DTYPE[dtype]}", ascend_tiles(dtype, N, D) if npu else probs_tiles(dtype, N, D, form)
     return Spec(
         slot_probs_kernel,
         types={"q": x, "cmp_kv": x, "indices": "*i32", "places": "*i32", "lse": "*fp32", "probs": "*fp32", **_NUMBERS},
         consts={"N": N, "D": D, "BH": tiles.BH, "BN": tiles.BN, "BD": tiles.BD, "HALVES": tiles.HALVES},
         num_warps=tiles.num_warps,
         num_stages=1,
-        targets=NPU if npu else GPU,
+        targets=targets_of(npu, form),
+        arch=form.arch,
+        shared=form.shared,
     )
 
 
@@ -315,7 +272,7 @@ def attention_fwd(
     q_offset: int | None, scale: float, cmp_ratio: int, window: int | None, return_cmp_probs: bool, npu: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """out, lse, cmp_probs of the op shared_kv_fwd. npu: see `on_npu`."""
-    npu = on_npu(q.device, npu)
+    npu, form = on_npu(q.device, npu), form_of(q.device)
     N, D = q.shape[-2:]
     K = cmp_indices.shape[-1] if cmp_indices is not None else 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -329,7 +286,7 @@ def attention_fwd(
     q, ori_kv = q.contiguous(), ori_kv.contiguous()
     cmp_kv = q if cmp_kv is None else cmp_kv.contiguous()
     indices = places if cmp_indices is None else cmp_indices.contiguous()
-    spec = forward_spec(q.dtype, N, D, mode, sinks is not None, npu, arch_of(q.device))
+    spec = forward_spec(q.dtype, N, D, mode, sinks is not None, npu, form)
     tasks = rows * triton.cdiv(N, spec.consts["BH"])
     sink = lse if sinks is None else sinks.contiguous()
     used = used_of(indices, places) if mode == SELECTED and not npu else places
@@ -337,7 +294,7 @@ def attention_fwd(
     if return_cmp_probs and mode == NONE:
         probs.zero_()  # there is no entry that a slot could hold
     elif return_cmp_probs:
-        spec = probs_spec(q.dtype, N, D, npu)
+        spec = probs_spec(q.dtype, N, D, npu, form)
         tasks = rows * triton.cdiv(K, spec.consts["BN"])
         spec.launch((grid_size(q.device, tasks, npu),), q, cmp_kv, indices, places, lse, probs, tasks, rows, K, scale)
     return out, lse, probs
