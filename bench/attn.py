@@ -17,6 +17,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,25 +99,38 @@ def launchers(x: Problem, provider: str) -> Iterator[tuple[str, Callable[[], obj
     yield "backward, det.", lambda: attention_bwd(x.dout, *x.tensors, out, lse, *x.options, True)
 
 
-def autograd(x: Problem, fn: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """fn(q, ori_kv, cmp_kv, sinks) under plain autograd"""
+def autograd(x: Problem, fn: Callable[..., Any], plain: bool = False) -> Iterator[tuple[str, Callable[[], object]]]:
+    """fn(q, ori_kv, cmp_kv, sinks) under plain autograd; plain: fn is torch's own operators, and returns the probabilities too if asked to"""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x.q, x.ori_kv, x.cmp_kv, x.sinks)]
 
-    def forward() -> Tensor:
+    def forward(**more: Any) -> Any:
         with torch.no_grad():
-            return fn(*leaves)
+            return fn(*leaves, **more)
 
     yield "forward", forward
+    if plain and x.mode == "scfa":
+        yield "forward + probs", lambda: forward(return_cmp_probs=True)
     out = fn(*leaves)
     wanted = [t for t in leaves if t is not None]
-    yield "backward", lambda: torch.autograd.grad(out, wanted, x.dout, retain_graph=True, allow_unused=True)
+
+    def backward(deterministic: bool) -> object:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            return torch.autograd.grad(out, wanted, x.dout, retain_graph=True, allow_unused=True)
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+    yield "backward", lambda: backward(False)
+    if plain:
+        yield "backward, det.", lambda: backward(True)
 
 
 def eager(x: Problem, compiled: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    def run(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, sinks: Tensor) -> Tensor:
-        return reference_attention(q, ori_kv, cmp_kv, x.indices, sinks, cmp_ratio=RATIO[x.mode] or None, window=WINDOW)
+    def run(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, sinks: Tensor, **more: Any) -> Any:
+        return reference_attention(q, ori_kv, cmp_kv, x.indices, sinks, cmp_ratio=RATIO[x.mode] or None, window=WINDOW, **more)
 
-    return autograd(x, torch.compile(run) if compiled else run)
+    return autograd(x, torch.compile(run)) if compiled else autograd(x, run, plain=True)
 
 
 def flex(x: Problem) -> Iterator[tuple[str, Callable[[], object]]]:
