@@ -28,12 +28,7 @@ EXTRA_MODELS = {"streams8": replace(PRESETS["flash"], hc_mult=8)}
 
 # What a compiler is known not to manage: compiler -> kernel -> part of the failure's text. Such a failure is shown and does not fail the
 # run; any other does, and so does a kernel listed here whose specialisations all compile: it is to be taken off the list.
-# ascendnpu-ir 1.0.0 takes one loop of the gates' backward element by element, which 1.2.0 does not.
-KNOWN_FAILURES = {
-    "1.0.0": {
-        "gates_dpre_kernel": "scalar loops in a kernel listed as hot",
-    }
-}
+KNOWN_FAILURES: dict[str, dict[str, str]] = {}
 
 
 @dataclass
@@ -70,7 +65,6 @@ class Row:
         if self.error:
             return self.error
         return f"{self.scalar_loops} scalar loops in a kernel listed as hot" if self.hot and self.scalar_loops else ""
-
 
     @property
     def known(self) -> bool:

@@ -27,7 +27,7 @@ def pre_bmm_bwd_kernel(
     """dpre[n] = sum_d dy[d] * x[n, d];  dx[n, d] = pre[n] * dy[d]"""
     t = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, P)
-    tl.store(dpre + t * N + i, stream_sums(dy, x, t, pre, dx, N, P, D, R, W, STAGES, True), mask=i < N)
+    tl.store(dpre + t * N + i, stream_sums(dy, x, t, pre, dx, N, P, D, R, W, STAGES, True, False), mask=i < N)
 
 
 @triton.jit

@@ -67,14 +67,14 @@ def site_bwd_program(
 def token_bwd_program(
     t, dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, dp, pieces, plane, crms, hc_eps,
     N: tl.constexpr, P: tl.constexpr, D: tl.constexpr, M: tl.constexpr, L: tl.constexpr,
-    PAPER: tl.constexpr, HAS_DPRE: tl.constexpr, PRE_MIX: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+    PAPER: tl.constexpr, HAS_DPRE: tl.constexpr, PRE_MIX: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
     """d(pre)[n] = sum_d dy[d] * x[n, d] of one token, the columns of pre of dz and dp, their column of dscale, and their crms.
 
     With PRE_MIX the sums are the gradient of pre_mix instead.
     """
     t64 = t.to(tl.int64)
-    total = stream_sums(dy, x, t64, x, x, N, P, D, R, W, STAGES, False)
+    total = stream_sums(dy, x, t64, x, x, N, P, D, R, W, STAGES, False, ASCEND)
     i = tl.arange(0, P)
     mi = i < N
     if PRE_MIX:
@@ -117,7 +117,7 @@ def gates_dpre_kernel(
         for step in range(tl.cdiv(T - pid, tl.num_programs(0))):
             token_bwd_program(
                 pid + step * tl.num_programs(0), dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, dp, pieces, plane, own, hc_eps,
-                N, P, D, M, L, PAPER, HAS_DPRE, PRE_MIX, R, W, STAGES,
+                N, P, D, M, L, PAPER, HAS_DPRE, PRE_MIX, R, W, STAGES, True,
             )  # fmt: skip
     elif pid < site_programs:
         if CRMS == 2:
@@ -127,7 +127,7 @@ def gates_dpre_kernel(
     else:
         token_bwd_program(
             pid - site_programs, dy, x, dpre, mixes, rstd, scale, base, pre, dpre_mix, dz, dp, pieces, plane, own, hc_eps,
-            N, P, D, M, L, PAPER, HAS_DPRE, PRE_MIX, R, W, STAGES,
+            N, P, D, M, L, PAPER, HAS_DPRE, PRE_MIX, R, W, STAGES, False,
         )  # fmt: skip
 
 

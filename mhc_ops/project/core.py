@@ -166,13 +166,15 @@ def gather_scalars(a0, a1, a2, a3, a4, a5, a6, a7, N: tl.constexpr, P: tl.conste
 @triton.jit
 def stream_sums(
     dy, x, t, pre, dx, N: tl.constexpr, P: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
-    STORE: tl.constexpr,
+    STORE: tl.constexpr, ASCEND: tl.constexpr,
 ):  # fmt: skip
     """sum_d dy[d] * x[n, d] of token t for every stream, [P]; with STORE also dx[n, d] = pre[n] * dy[d].
 
-    [R, W] tiles keep the sums in a thread until the end of D; loads are staged ahead although there is no product.
+    [R, W] tiles keep the sums in a thread until the end of D; loads are staged ahead although there is no product. ASCEND: columns are
+    compared as floats; of integers ascendnpu-ir 1.0.0 makes a loop over elements.
     """
     at = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
+    column = at.to(tl.float32) if ASCEND else at
     row = t * (N * D) + at
     a0 = tl.zeros((R,), tl.float32)
     a1 = tl.zeros((R,), tl.float32)
@@ -185,7 +187,7 @@ def stream_sums(
     if STORE:
         w0, w1, w2, w3, w4, w5, w6, w7 = load_weights(pre + t * N, 1, N)
     for d in tl.range(0, D, R * W, num_stages=STAGES):
-        on = at < D - d
+        on = column < D - d
         g = tl.load(dy + t * D + d + at, mask=on, other=0.0)
         x0, x1, x2, x3, x4, x5, x6, x7 = load_streams(x + row + d, on, N, D)
         g = g.to(tl.float32)
