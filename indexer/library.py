@@ -73,7 +73,7 @@ def check_indexer(
     check_shape(op, "weights", weights, q.shape[:-1])
     check_dtype(op, "weights", weights, (torch.float32, q.dtype))
     check_same(op, "weights", weights, q_name, q, dtype=False)
-    check_int(op, "cmp_ratio", cmp_ratio, minimum=1)
+    check_int(op, "cmp_ratio", cmp_ratio, minimum=1, maximum=2**31 - 1)  # the kernels' int32
     for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if lengths is not None:
             check_dtype(op, name, lengths, (torch.int32,))

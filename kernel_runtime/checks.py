@@ -28,7 +28,7 @@ def check_dtype(op: str, name: str, value: torch.Tensor, wanted: Sequence[torch.
     """TypeError unless `value` is a tensor whose dtype is one of `wanted`."""
     check_tensor(op, name, value)
     if value.dtype not in wanted:
-        names = ", ".join(str(d).removeprefix("torch.") for d in wanted)
+        names = ", ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in wanted))
         raise TypeError(f"{op}: {name} has dtype {str(value.dtype).removeprefix('torch.')}, wanted {names}")
 
 

@@ -195,16 +195,24 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
         args = tuple(a.view_as(a) if isinstance(a, torch.Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args))
     elif _PLAIN.issuperset(map(type, args)) and not torch._C._are_functorch_transforms_active():
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # mypy wants an instance there
+    elif torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{function.__name__}: torch.func (grad, vmap, jvp, ...) cannot transform a registered op; use impl='eager'")
     return function.apply(*args)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.autograd.function.once_differentiable, for less host time where no graph of the backward pass is made, as mostly"""
+    """torch.autograd.function.once_differentiable, but for two things: it takes less host time where no graph of the backward pass is made,
+    as mostly; and it refuses a second derivative for constant cotangents too, those of `out.sum()` say, where PyTorch's gives a gradient
+    without a graph, so that a penalty on it would be lost in silence."""
     refusing = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
-        return refusing(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        if not torch.compiler.is_compiling():
+            grads = tuple(g.detach().requires_grad_() if isinstance(g, torch.Tensor) and g.is_floating_point() else g for g in grads)
+        return refusing(ctx, *grads)
 
     return wrapper
 

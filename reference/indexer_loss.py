@@ -61,7 +61,7 @@ def indexer_kl_loss(
     if denominator is None:
         denominator = valid.sum().clamp(min=1) if reduction == "mean" else 1
     elif isinstance(denominator, Tensor):
-        denominator = denominator.detach()
+        denominator = denominator.detach().to(rows.dtype)  # an fp64 count does not make the loss fp64
     return coefficient * rows.sum() / denominator
 
 

@@ -46,6 +46,8 @@ at the end. Matrix products run with autocast off; on a GPU they follow torch.se
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -130,6 +132,12 @@ def hc_gates(
     return pre, post, sinkhorn(logits, iters=iters, eps=hc_eps, convention=convention)
 
 
+def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Autocast off on the device of x; meta tensors know none and would refuse even that."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
+
+
 def hc_project(x: Tensor, fn: Tensor, *, norm_eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """The mixes of every token: a linear map of all its streams, normalised by their root mean square (no weight).
 
@@ -139,7 +147,7 @@ def hc_project(x: Tensor, fn: Tensor, *, norm_eps: float = 1e-6) -> tuple[Tensor
     dtype = _compute_dtype(x, fn)
     x_flat = x.to(dtype).flatten(-2)
     rstd = torch.rsqrt(x_flat.square().mean(dim=-1) + norm_eps)
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x):
         mixes = F.linear(x_flat, fn.to(dtype))
     return mixes * rstd.unsqueeze(-1), rstd.detach()
 
@@ -162,7 +170,7 @@ def _spread(post: Tensor, f: Tensor) -> Tensor:
 def _mix(comb: Tensor, x: Tensor) -> Tensor:
     """out[k, d] = sum_j comb[j, k] * x[j, d] (the first index of comb is contracted), in the dtype of computation."""
     dtype = _compute_dtype(comb, x)
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x):
         return torch.matmul(comb.to(dtype).transpose(-1, -2), x.to(dtype))
 
 

@@ -40,7 +40,7 @@ _CHUNK_ELEMENTS = 1 << 25
 
 def compressed_cu_seqlens(cu_seqlens: Tensor, ratio: int) -> Tensor:
     """[G + 1] int32 offsets of the compressed entries: a document of n tokens has n // ratio, its remainder has none."""
-    entries = torch.div(cu_seqlens[1:] - cu_seqlens[:-1], ratio, rounding_mode="floor")
+    entries = torch.div((cu_seqlens[1:] - cu_seqlens[:-1]).long(), ratio, rounding_mode="floor")  # a ratio may be above any int32
     return F.pad(entries.cumsum(0), (1, 0)).to(torch.int32)
 
 

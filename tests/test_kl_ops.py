@@ -118,6 +118,15 @@ def test_loss_small_scale_is_not_rounded_to_bf16():
         assert abs((scaled.double() * 513 / whole.double()).nanmean().item() - 1) < 3e-4
 
 
+@pytest.mark.parametrize("impl", ["eager", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float16])
+def test_loss_has_its_own_dtype_whatever_the_denominator_has(dtype, impl):
+    indices, options = kl_options(BSND, "sparse")
+    want = indexer_kl_loss(*index_inputs(BSND), indices, **options, denominator=3)
+    got = indexer_kl_loss(*index_inputs(BSND), indices, **options, denominator=torch.tensor(3, dtype=dtype), impl=impl)
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("shape", (*EMPTY, dict(seq=9, topk=0)), ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_loss_empty(shape, form):

@@ -48,6 +48,8 @@ def test_block_recompute_refuses():
     assert hc_block_recompute(x, [], [], [], [pre])[0][0].data_ptr() == x.data_ptr()
     with pytest.raises(ValueError, match=r"len\(pre\)"):
         hc_block_recompute(x, [], [], [], [])
+    with pytest.raises(TypeError, match="f must be a sequence of tensors, got NoneType"):
+        hc_block_recompute(x, None, [post], [comb], [pre, pre])
     with pytest.raises(ValueError, match="f has 2 tensors, wanted 1, one less than the 2 of pre"):
         hc_block_recompute(x, [f, f], [post], [comb], [pre, pre])
     with pytest.raises(TypeError, match="pre"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from reference.cases.sparse_attn import AttentionCase
+from sparse_attn import compressed_cu_seqlens
 from tests.op_checks import poison_empty
 from tests.test_sparse_attn_kernels import check
 
@@ -29,6 +30,8 @@ def test_ratio_past_int32(kernel_device, monkeypatch):
     """No sequence is long enough for an entry."""
     poison_empty(monkeypatch)
     check(AttentionCase("", "cfa", B=1, S=3, cmp_ratio=2**40), kernel_device, torch.float32)
+    for ratio in (2**31, 2**40, 2**63 - 1):
+        assert compressed_cu_seqlens(torch.tensor([0, 3, 9], dtype=torch.int32), ratio).tolist() == [0, 0, 0]
 
 
 def test_offsets_of_no_document(kernel_device, monkeypatch):

@@ -45,7 +45,7 @@ def lightning_indexer(
     topk          slots of the result, at least 1; may exceed S3.
     cmp_ratio     tokens of a block: the query at position t sees the blocks s < (t + 1) // cmp_ratio, at least 1.
     cu_seqlens_q, cu_seqlens_k   int32 [documents + 1], where each document's queries and keys start and end. Queries past the last
-                  document see nothing.
+                  document see nothing. Values are trusted.
     q_offset      position of the first query, an int or int32 tensor with one a batch entry [B] or document; None is 0.
     sorted        False may return the same blocks in any order.
     query_chunk   queries whose scores are held at a time by the kernel; the default keeps the score buffer below 256 MiB. Where there are

@@ -1,8 +1,8 @@
 """The entry as registered ops and the autograd.Function around them. It is a copy: every device runs PyTorch's."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from kernel_runtime import once_differentiable
 from mhc_ops.library import OPS
 from reference import mhc as reference
 

@@ -70,6 +70,9 @@ def hc_block_recompute(
     ValueError for sequences of wrong length; else the errors of hc_post and pre_bmm.
     """
     op = "hc_block_recompute"
+    for name, sequence in (("pre", pre), ("f", f), ("post", post), ("comb", comb)):
+        if not isinstance(sequence, Sequence):
+            raise TypeError(f"{op}: {name} must be a sequence of tensors, got {type(sequence).__name__}")
     check_int(op, "len(pre)", len(pre), minimum=1)
     for name, sequence in (("f", f), ("post", post), ("comb", comb)):
         if len(sequence) != len(pre) - 1:
