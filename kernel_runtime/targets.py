@@ -26,8 +26,11 @@ EXTENSION = {"cuda": "cubin", "hip": "hsaco", "npu": "npubin"}
 
 
 def parse_target(name: str) -> GPUTarget:
-    """GPUTarget of "sm_90", "gfx942" or "Ascend910B3". ValueError for another form."""
+    """GPUTarget of "sm_90", "gfx942" or "Ascend910B3". ValueError for another form, and for an NVIDIA architecture that Triton does not know,
+    on which its compiler ends the process."""
     if found := re.fullmatch(r"sm_?(\d{2,3})a?", name):
+        if int(found[1]) not in CUDA_SMEM_LIMIT:
+            raise ValueError(f"unknown target {name!r}, wanted one of {', '.join(f'sm_{arch}' for arch in sorted(CUDA_SMEM_LIMIT))}")
         return GPUTarget("cuda", int(found[1]), 32)
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
         return GPUTarget("hip", name, 32 if name.startswith(("gfx10", "gfx11", "gfx12")) else 64)

@@ -24,7 +24,7 @@ import torch
 from kernel_runtime import cache
 from kernel_runtime.filler import Filler, Report, Row, one_line
 from kernel_runtime.guard import compiling_allowed
-from kernel_runtime.impl import interpreting, triton_installed
+from kernel_runtime.impl import KERNEL_DEVICES, interpreting, triton_installed
 
 LOCK_TIMEOUT = 900.0
 MAX_THREADS = 16  # that compile in one process; a seventh of a compilation is Python, so more would only wait for each other
@@ -137,10 +137,14 @@ def _threads(processes: int) -> int:
 
 
 def _pick_device(device: str | torch.device) -> torch.device:
-    if str(device) != "auto":
-        return torch.device(device)
+    """ValueError for a device that is not here, or that no kernel runs on."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu" if accelerator is None else accelerator.type)
+    here = accelerator.type if accelerator is not None and accelerator.type in KERNEL_DEVICES else "cpu"
+    if str(device) == "auto":
+        return torch.device(here)
+    if str(device).partition(":")[0] not in ("cpu", here):
+        raise ValueError(f"device {str(device)!r} is not here, wanted auto{', ' + here if here != 'cpu' else ''} or cpu")
+    return torch.device(device)
 
 
 def compile_ahead(

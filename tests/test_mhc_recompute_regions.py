@@ -192,6 +192,8 @@ def test_a_region_in_which_nothing_is_recomputed_warns():
         warnings.simplefilter("error")
         with torch.no_grad(), hc_recompute():
             Layer(HIDDEN, N, FP32, impl="eager")(x)
+        with hc_recompute(), hc_recompute():  # the inner one recomputes
+            Layer(HIDDEN, N, FP32)(x)
 
 
 def test_compiled_sublayers(monkeypatch):

@@ -150,6 +150,8 @@ def test_warmup_on_a_device_then_nothing_compiles(tmp_path, hopper, monkeypatch)
     from kernel_runtime import warmup as module
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("meta"))  # no CUDA here: entering a device does nothing
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     plan, lines = small_plan(), []
     forget(plan)
     with cache_folder(tmp_path), fake_driver(hopper) as driver:
@@ -290,6 +292,8 @@ def test_command_line_errors(tmp_path):
     for args, part in (
         (("--config", "huge", "--target", "sm_90"), "unknown model 'huge'"),
         (("--config", "tiny", "--target", "h200"), "unknown target 'h200'"),
+        (("--config", "tiny", "--target", "sm_13"), "unknown target 'sm_13', wanted one of sm_80, "),
+        (("--config", "tiny", "--device", "mps"), "device 'mps' is not here"),
         (("--config", "tiny", "--target", "Ascend910B3"), "make ascend-check"),
         (("--config", "tiny", "--target", "sm_90", "--jobs", "0"), "--jobs must be at least 1"),
         (("--config", str(half), "--target", "sm_90"), "half.json: Expecting value"),
@@ -299,6 +303,7 @@ def test_command_line_errors(tmp_path):
         assert result.returncode == 2 and part in result.stderr, result.stderr
     if not torch.accelerator.is_available():
         assert "name a --target" in cli("--config", "tiny", cache=tmp_path).stderr
+        assert cli("--config", "tiny", "--device", "cuda", cache=tmp_path).stderr == "error: device 'cuda' is not here, wanted auto or cpu\n"
 
 
 def test_failed_kernel_is_a_row_and_an_exit_status(tmp_path):

@@ -45,6 +45,8 @@ def hc_recompute() -> Iterator[None]:
     finally:
         set_recording(outer)
         recorder.close()
+        if outer is not None:
+            outer.seen |= recorder.seen
     if not recorder.seen and torch.is_grad_enabled():
         warnings.warn(
             "hc_recompute: no hc_pre, hc_post or hc_post_pre ran in this region (compiled, or impl='eager'?): nothing is recomputed",
