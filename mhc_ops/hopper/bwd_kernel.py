@@ -10,12 +10,13 @@ ends, and the gradients of the new streams s and of y:
     dpost[k] = sum_d g[k] * f           dcomb[j, k] = sum_d x[j] * g[k]       partial sums [D / BN, T, ...], added up by the next launch
 
 dp, pre and crms come from the launch before (mhc_ops/pre/bwd.py). dp @ fn is a tf32 product with mma, whose result already lies as the
-elementwise part wants it (core.py); dfn is wgmma with dp in two bf16 pieces and s from shared memory. The sums over d are wgmma as well:
+elementwise part wants it (core.py). Of its operands, which every tile reads from shared memory, only the 24 columns of the mix are read: as 16 and
+8, the second padded with zeros in registers. dfn is wgmma with dp in two bf16 pieces and s from shared memory. The sums over d are wgmma as well:
 g [4 x 16, BN] @ [x; f]^T, of which only the elements of equal tokens are kept; as reductions they would be 40 shuffles for eight columns of a
 thread.
 
-Four producer warps copy tiles into a ring of three with cp.async, four consumer warps do the rest. Two programs a multiprocessor: 113 KB of
-shared memory (fn's part 32, ring 72, s 8) and 216 registers a consumer thread each.
+Four producer warps copy tiles into a ring of three with cp.async, four consumer warps do the rest. Two programs a multiprocessor: 105 KB of
+shared memory (fn's part 24, ring 72, s 8) and 216 registers a consumer thread each.
 """
 
 from __future__ import annotations
@@ -49,41 +50,92 @@ GATE_TOKENS = gl.constexpr(64)
 
 
 @gluon.constexpr_function
-def fn_layout(W):
-    """fn's part of one stream, [16 W columns, 32], as the B operand of the product holds it: column c = 8q + 2 step + half is its row
-    8 step + 4 half + q, so that a thread loads eight neighbours"""
+def fn_layout(W, n):
+    """fn's part of one stream for n columns of the mix (16, or the 8 after them), [16 W columns, n], as the B operand of the product holds it.
+    Row 16w + 8i + 2q + b is column `column_at` of it"""
+    registers = [[0, 1 << i] for i in range((n // 4).bit_length() - 1)] + [[8, 0]]
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [2, 0]], [[0, 8], [0, 16], [1, 0], [4, 0], [8, 0]], warp_bases(W, 0, 16), [], [16 * W, 32]
+        registers, [[0, n // 4], [0, n // 2], [1, 0], [2, 0], [4, 0]], warp_bases(W, 0, 16), [], [16 * W, n]
     )
 
 
+@gluon.jit
+def column_at(row):
+    return (row // 16) * 16 + ((row // 2) % 4) * 4 + ((row // 8) % 2) * 2 + row % 2
+
+
 @gluon.constexpr_function
-def dp_layout(W):
-    """dp of a tile, [16 tokens, 32], as the A operand holds it"""
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [2, 0], [4, 0], [1, 0]], warp_bases(W, 0, 0), [], [16, 32])
+def dp_layout(W, n):
+    """n columns of dp of a tile, [16 tokens, n], as the A operand holds it: a thread has n / 4 neighbours"""
+    registers = [[0, 1 << i] for i in range((n // 4).bit_length() - 1)] + [[8, 0]]
+    return gl.DistributedLinearLayout(registers, [[0, n // 4], [0, n // 2], [2, 0], [4, 0], [1, 0]], warp_bases(W, 0, 0), [], [16, n])
 
 
 @gluon.jit
-def dp_operand(high, low, W: gl.constexpr):
-    """dp [16, 32] fp32 from its two pieces in shared memory, as the A operand of an mma"""
+def dp_operand(high, low, first: gl.constexpr, n: gl.constexpr, W: gl.constexpr):
+    """n columns of dp [16, 32] fp32 from its two pieces in shared memory, as the A operand of an mma"""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8])
-    a = high.load(dp_layout(W)).to(gl.float32) + low.load(dp_layout(W)).to(gl.float32)
-    a = gl.reshape(a, [2, 2, 2, 2, 4, 4, 2])  # token: h, then bits 2, 1, 0; column: q, step, half
-    a = gl.reshape(gl.permute(a, [0, 3, 1, 2, 5, 6, 4]), [16, 32])
+    at: gl.constexpr = dp_layout(W, n)
+    a = high.slice(first, n, dim=1).load(at).to(gl.float32) + low.slice(first, n, dim=1).load(at).to(gl.float32)
+    if n == 8:  # products are of 16 columns
+        a = gl.reshape(a, [2, 2, 2, 2, 4, 2])
+        a = gl.permute(gl.join(a, gl.full_like(a, 0.0)), [0, 1, 2, 3, 4, 6, 5])
+    a = gl.reshape(a, [2, 2, 2, 2, 4, 2, 2])  # token: h, then bits 2, 1, 0; column: q, step, half
+    a = gl.reshape(gl.permute(a, [0, 3, 1, 2, 5, 6, 4]), [16, 16])
     return gl.convert_layout(a, gl.DotOperandLayout(0, mma, 1), assert_trivial=True)
 
 
 @gluon.jit
-def through_fn(dp, shared, BN: gl.constexpr, W: gl.constexpr):
-    """dp @ fn of one stream, [16 tokens, BN] in tile_layout"""
+def fn_operand(shared, BN: gl.constexpr, n: gl.constexpr, W: gl.constexpr):
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8])
-    w = gl.reshape(shared.load(fn_layout(W)), [W, 4, 2, 2, 4, 4, 2])  # column: warp, q, i, b; row: q, step, half
-    w = gl.reshape(gl.permute(w, [5, 6, 4, 2, 0, 1, 3]), [32, BN])
-    w = gl.convert_layout(w, gl.DotOperandLayout(1, mma, 1), assert_trivial=True)
-    v = mma_v2(dp, w, gl.zeros([16, BN], gl.float32, layout=mma), input_precision="tf32")
+    w = shared.load(fn_layout(W, n))
+    if n == 8:
+        w = gl.reshape(w, [W, 2, 4, 2, 4, 2])
+        w = gl.permute(gl.join(w, gl.full_like(w, 0.0)), [0, 1, 2, 3, 4, 6, 5])
+    w = gl.reshape(w, [W, 2, 4, 2, 4, 2, 2])  # row: warp, i, q, b; column: q, step, half
+    w = gl.reshape(gl.permute(w, [5, 6, 4, 1, 0, 2, 3]), [16, BN])
+    return gl.convert_layout(w, gl.DotOperandLayout(1, mma, 1), assert_trivial=True)
+
+
+@gluon.jit
+def through_fn(dp, shared, k: gl.constexpr, BN: gl.constexpr, W: gl.constexpr):
+    """dp @ fn of stream k, [16 tokens, BN] in tile_layout; M = 24 columns of the mix as 16 and 8"""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8])
+    v = mma_v2(dp[0], fn_operand(shared[0].index(k), BN, 16, W), gl.zeros([16, BN], gl.float32, layout=mma), input_precision="tf32")
+    v = mma_v2(dp[1], fn_operand(shared[1].index(k), BN, 8, W), v, input_precision="tf32")
     v = gl.reshape(v, [2, 2, 2, 2, 2, W, 4, 2])  # row: h, then bits 2, 1, 0 of r; column: i, warp, q, b
     v = gl.reshape(gl.permute(v, [0, 2, 3, 1, 5, 6, 4, 7]), [16, BN])
     return gl.convert_layout(v, tile_layout(W), assert_trivial=True)
+
+
+@gluon.jit
+def fn_part(fn, column, k: gl.constexpr, first: gl.constexpr, n: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, W: gl.constexpr):
+    """Columns first .. first + n of the mix of fn's part of stream k, [BN, n], its rows in the order of fn_layout"""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [W // 2, 2], [0, 1])
+    d = column + column_at(gl.arange(0, BN, layout=gl.SliceLayout(1, layout)))
+    c = first + gl.arange(0, n, layout=gl.SliceLayout(0, layout))
+    return gl.load(fn + (c * (4 * D))[None, :] + (k * D + d)[:, None])
+
+
+@gluon.jit
+def keep_fn(fn, ws, column, D: gl.constexpr, BN: gl.constexpr, W: gl.constexpr):
+    """This program's part of fn into shared memory; all loads are under way before the first is used"""
+    a0 = fn_part(fn, column, 0, 0, 16, D, BN, W)
+    a1 = fn_part(fn, column, 1, 0, 16, D, BN, W)
+    a2 = fn_part(fn, column, 2, 0, 16, D, BN, W)
+    a3 = fn_part(fn, column, 3, 0, 16, D, BN, W)
+    b0 = fn_part(fn, column, 0, 16, 8, D, BN, W)
+    b1 = fn_part(fn, column, 1, 16, 8, D, BN, W)
+    b2 = fn_part(fn, column, 2, 16, 8, D, BN, W)
+    b3 = fn_part(fn, column, 3, 16, 8, D, BN, W)
+    ws[0].index(0).store(a0)
+    ws[0].index(1).store(a1)
+    ws[0].index(2).store(a2)
+    ws[0].index(3).store(a3)
+    ws[1].index(0).store(b0)
+    ws[1].index(1).store(b1)
+    ws[1].index(2).store(b2)
+    ws[1].index(3).store(b3)
 
 
 @gluon.jit
@@ -186,8 +238,7 @@ def consumer(
         w_layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [W // 2, 2], [0, 1])
         w_column = block * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, w_layout))
         c = gl.arange(0, L, layout=gl.SliceLayout(0, w_layout))
-        for k in gl.static_range(4):
-            ws.index(k).store(gl.load(fn + (c * K)[None, :] + (k * D + w_column)[:, None], mask=(c < M)[None, :], other=0.0))
+        keep_fn(fn, ws, block * BN, D, BN, W)
         acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, L, 16])
         x_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 64, 16])
         f_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 16, 16])
@@ -210,11 +261,11 @@ def consumer(
                 mbarrier.wait(full[i], phase, pred=stage == i)
             high = ps.index(stage).slice(0, 16, dim=0)
             low = ps.index(stage).slice(16, 16, dim=0)
-            dp = dp_operand(high, low, W)
-            g0 = through_fn(dp, ws.index(0), BN, W)
-            g1 = through_fn(dp, ws.index(1), BN, W)
-            g2 = through_fn(dp, ws.index(2), BN, W)
-            g3 = through_fn(dp, ws.index(3), BN, W)
+            dp = dp_operand(high, low, 0, 16, W), dp_operand(high, low, 16, 8, W)
+            g0 = through_fn(dp, ws, 0, BN, W)
+            g1 = through_fn(dp, ws, 1, BN, W)
+            g2 = through_fn(dp, ws, 2, BN, W)
+            g3 = through_fn(dp, ws, 3, BN, W)
             post = columns_of_four(posts.index(stage).load(coefficient_layout(W, 4)), V)
             pre = columns_of_four(pres.index(stage).load(coefficient_layout(W, 4)), V)
             comb = comb_rows(combs.index(stage).load(coefficient_layout(W, 16)), V)
@@ -295,7 +346,10 @@ def boundary_bwd_kernel(
     )
     # s in four allocations: stores to parts of one are parted by barriers
     kept = (
-        gl.allocate_shared_memory(gl.float32, [4, BN, L], gl.NVMMASharedLayout(128, 32)),
+        (
+            gl.allocate_shared_memory(gl.float32, [4, BN, 16], gl.SwizzledSharedLayout(4, 2, 4, [1, 0])),
+            gl.allocate_shared_memory(gl.float32, [4, BN, 8], gl.SwizzledSharedLayout(4, 4, 2, [1, 0])),
+        ),
         gl.allocate_shared_memory(bf16, [16, BN], rows),
         gl.allocate_shared_memory(bf16, [16, BN], rows),
         gl.allocate_shared_memory(bf16, [16, BN], rows),

@@ -77,19 +77,35 @@ def add_squares(total, s):
 
 
 @gluon.jit
+def fn_step(fn, column, D: gl.constexpr, M: gl.constexpr):
+    """64 columns of fn's four parts [4 streams x 32 rows, 64], rows from M on 0"""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [CONSUMER_WARPS, 1], [1, 0])
+    row = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    d = column + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
+    at = ((row % 32) * (4 * D) + (row // 32) * D)[:, None] + d[None, :]
+    return gl.load(fn + at, mask=(row % 32 < M)[:, None], other=0.0)
+
+
+@gluon.jit
+def keep_pieces(target, w):
+    high = narrow(w)
+    both = gl.reshape(gl.join(high, narrow(w - high.to(gl.float32))), [4, 2, 16, 64, 2])
+    target.store(gl.reshape(gl.permute(both, [0, 1, 4, 2, 3]), [256, 64]))
+
+
+@gluon.jit
 def split_fn(fn, fns, column, D: gl.constexpr, M: gl.constexpr):
     """This program's part of fn into shared memory, a step at a time as [4 streams x 64, 64 columns]: of the 64 rows of a stream, which are the
     columns of the product, 16 are the high pieces of fn's first 16 rows, 16 their low pieces, then those of the next 16. A warpgroup computes 32
-    columns of the product, so that both pieces of a row meet in one thread."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [CONSUMER_WARPS, 1], [1, 0])
-    row = gl.arange(0, 256, layout=gl.SliceLayout(1, layout))
-    d = column + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
-    c = ((row % 64) // 32) * 16 + row % 16
-    at = (c * (4 * D) + (row // 64) * D)[:, None] + d[None, :]
-    for i in gl.static_range(SUBS):
-        w = gl.load(fn + at + i * 64, mask=(c < M)[:, None], other=0.0)
-        high = narrow(w).to(gl.float32)
-        fns.index(i).store(narrow(gl.where(((row // 16) % 2 == 0)[:, None], w, w - high)))
+    columns of the product, so that both pieces of a row meet in one thread. All loads are under way before the first is used."""
+    w0 = fn_step(fn, column, D, M)
+    w1 = fn_step(fn, column + 64, D, M)
+    w2 = fn_step(fn, column + 128, D, M)
+    w3 = fn_step(fn, column + 192, D, M)
+    keep_pieces(fns.index(0), w0)
+    keep_pieces(fns.index(1), w1)
+    keep_pieces(fns.index(2), w2)
+    keep_pieces(fns.index(3), w3)
 
 
 @gluon.jit
