@@ -85,6 +85,11 @@ def transformers_ops(shape: MhcShape) -> dict[str, Callable]:
 
 
 def plain_ops(module: object, compiled: bool = False) -> dict[str, Callable]:
+    if compiled:
+        import torch._functorch.config
+
+        torch._functorch.config.donated_buffer = False  # a backward that runs again, as `measure` has it, may not give its inputs away
+
     def get(name: str) -> Callable:
         function = getattr(module, name)
         return torch.compile(function, dynamic=False) if compiled else function
