@@ -27,8 +27,16 @@ def update(
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
     divisor: Tensor | None,
+    kernel: bool,
 ) -> None:
-    """One AdamW step with the options of a parameter group. Gradients are divided by `divisor`, a scalar on their device, in place."""
+    """One AdamW step with the options of a parameter group, on gradients divided by `divisor`, a scalar on their device.
+
+    kernel: by adamw_kernels.py, where the fused option is on and all tensors are fp32; else by torch, which divides the gradients in place.
+    """
+    if kernel and group["fused"]:
+        from train_example import adamw_kernels
+
+        return adamw_kernels.adamw(group, params, grads, exp_avgs, exp_avg_sqs, steps, divisor)
     if divisor is not None and not group["fused"]:
         torch._foreach_div_(grads, divisor)
         divisor = None
@@ -56,7 +64,14 @@ def scalar(value: float | None, device: torch.device) -> Tensor | None:
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """torch.optim.AdamW with state as it has it, for parameters of one device that are plain tensors or DTensors."""
+    """torch.optim.AdamW with state as it has it, for parameters of one device that are plain tensors or DTensors.
+
+    kernel: the arithmetic is that of adamw_kernels.py (a GPU, fp32), not torch's.
+    """
+
+    def __init__(self, params: Any, *, kernel: bool = False, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.kernel = kernel
 
     @torch.no_grad()
     def step(self, closure: None = None, divisor: float | None = None) -> None:  # type: ignore[override]  # no closure: gradients are there
@@ -72,4 +87,4 @@ class ShardedAdamW(torch.optim.AdamW):
             states = [self.state[param] for param in with_grad]
             moments = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
             steps = [state["step"] for state in states]
-            update(group, [local(param) for param in with_grad], [local(param.grad) for param in with_grad], *moments, steps, scale)
+            update(group, [local(param) for param in with_grad], [local(param.grad) for param in with_grad], *moments, steps, scale, self.kernel)

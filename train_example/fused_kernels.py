@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape, shape_of
+from train_example.adamw_kernels import adamw_spec
 from train_example.config import PRESETS, ModelConfig
 from train_example.run_config import from_dict
 
@@ -303,3 +304,4 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
     for weighted in (False, True):
         yield _sum_spec(dtype, config.experts_per_token, config.hidden_size, weighted)
     yield _combine_bwd_spec(dtype, config.experts_per_token, config.hidden_size)
+    yield adamw_spec()

@@ -24,9 +24,10 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> ShardedAdamW | SwapAd
         mesh_dims = param.device_mesh.ndim if isinstance(param, DTensor) else 0
         decay = param.dim() >= 2 and param not in island_params
         groups.setdefault((mesh_dims, decay), []).append(param)
-    fused = next(model.parameters()).device.type in ("cpu", "cuda")
+    device = next(model.parameters()).device.type
     with_decay = [{"params": params, "weight_decay": config.weight_decay if decay else 0.0} for (_, decay), params in groups.items()]
-    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.adam_eps, "fused": fused or None}
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.adam_eps}
+    options |= {"fused": device in ("cpu", "cuda") or None, "kernel": device == "cuda" and config.impl != "eager"}
     if config.swap_optimizer:
         return SwapAdamW(with_decay, **options)
     optimizer = ShardedAdamW(with_decay, **options)

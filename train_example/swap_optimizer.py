@@ -1,11 +1,11 @@
 """AdamW whose moments live in host memory and visit the device a bucket at a time, during `step` alone.
 
     stream "load"      host -> slot      bucket i + 2    bucket i + 3
-    current stream     update in slot    bucket i        bucket i + 1     torch's own AdamW kernel, on views of the slot
+    current stream     update in slot    bucket i        bucket i + 1     adamw.update, on views of the slot
     stream "store"     slot -> host      bucket i - 1    bucket i
 
 Resident bytes a parameter: 16 with torch.optim.AdamW in fp32 (weight, gradient, two moments), 8 here, and the slots. What crosses the bus
-a step is 8 bytes a parameter each way, both at the same time. The arithmetic is torch's on the same numbers, element by element, so the
+a step is 8 bytes a parameter each way, both at the same time. The arithmetic is the same on the same numbers, element by element, so the
 result is bit-equal to the resident optimizer. `step` does not wait for the last copies; `synchronize` does.
 """
 
@@ -85,6 +85,7 @@ class SwapAdamW(torch.optim.Optimizer):
     Args:
         params: parameters or groups of them, as for torch.optim.AdamW.
         lr, betas, eps, weight_decay, fused: of torch.optim.AdamW.
+        kernel: as in ShardedAdamW, to which the result is then bit-equal.
         bucket_bytes: size of a slot, both moments together; a larger parameter is cut.
     """
 
@@ -98,10 +99,12 @@ class SwapAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         fused: bool | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        kernel: bool = False,
     ) -> None:
         if bucket_bytes < 8 * ALIGN:
             raise ValueError(f"bucket_bytes must be {8 * ALIGN} or more, got {bucket_bytes}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": fused})
+        self.kernel = kernel
         every = [param for group in self.param_groups for param in group["params"]]
         for param in every:
             if param.dtype != torch.float32 or not local(param).is_contiguous():
@@ -193,6 +196,7 @@ class SwapAdamW(torch.optim.Optimizer):
             [slot[1, piece.offset : piece.offset + piece.count] for piece in pieces],
             [piece.step for piece in pieces],
             divisor,
+            self.kernel,
         )
 
     def synchronize(self) -> None:
