@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernel_runtime import interpreting
 from kernel_runtime.launch import CUDA_SMEM_LIMIT, Spec
 from reference.cases.sparse_attn import ATTENTION_CASES, AttentionCase
 from sparse_attn.shared_kv.tiles import FORMS, HOPPER, OLDER, SMALL, form_of
@@ -56,6 +57,21 @@ def test_each_architecture_has_one_form():
     taken = {arch: [form for form in FORMS if form.takes(arch)] for arch in (*CUDA_SMEM_LIMIT, 75, 88, 101, 130)}
     assert all(len(found) == 1 for found in taken.values())
     assert [taken[arch][0] for arch in (75, 80, 86, 89, 90, 120, 130)] == [SMALL, OLDER, SMALL, SMALL, HOPPER, SMALL, SMALL]
+
+
+@pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; a plan cannot name them")
+def test_a_plan_has_the_form_of_its_target():
+    """After a round trip through JSON as well."""
+    from kernel_runtime.plan import Plan, plan_for
+    from kernel_runtime.targets import parse_target
+
+    plan = Plan.from_json(plan_for("pro").by_name().to_json())
+    tiles = {
+        target: {(s.consts["BH"], s.consts["BN"]) for _, s in plan.for_target(parse_target(target)) if s.name == "attention_dq_kernel"}
+        for target in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+    }
+    assert tiles["sm_80"] == tiles["gfx942"] == {(32, 64)} and tiles["sm_90"] == tiles["sm_100"] == {(64, 64)}
+    assert tiles["sm_86"] == tiles["sm_89"] == tiles["sm_120"] == {(32, 32)}
 
 
 @pytest.mark.gpu
