@@ -75,11 +75,7 @@ def test_heads_channels_dtypes(kernel_device, monkeypatch, heads, dim, dtype):
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 def test_offset_tensor(kernel_device, monkeypatch, layout):
     poison_empty(monkeypatch)
-    case = (
-        cases.IndexerCase("b", batch=3, seq=7, keys=6, topk=4)
-        if layout == "BSND"
-        else cases.IndexerCase("t", documents=(5, 9, 0, 4), topk=4)
-    )
+    case = cases.IndexerCase("b", batch=3, seq=7, keys=6, topk=4) if layout == "BSND" else cases.IndexerCase("t", documents=(5, 9, 0, 4), topk=4)
     offsets = torch.tensor([0, 40, -9, 6][: 3 if layout == "BSND" else 4], dtype=torch.int32, device=kernel_device)
     check_selection(case, kernel_device, whole(cases.make_indexer(case, device=kernel_device)), layout=dict(q_offset=offsets))
 
@@ -112,17 +108,19 @@ def test_many_winners(kernel_device, monkeypatch, topk):
     check_selection(case, kernel_device, inputs)
 
 
-KINDS = pytest.mark.parametrize("kind", ["ties", "distinct", "zero", "negative"])
+KINDS = pytest.mark.parametrize("kind", ["ties", "distinct", "rising", "falling", "zero", "negative"])
 
 
 def scores_of_kind(kind, case, device):
-    """Inputs of a case with one batch entry: many equal scores, all different, nothing but 0, none above 0."""
+    """Inputs of a case with one batch entry: many equal scores, all different in random, rising or falling order, nothing but 0, none above 0."""
     inputs = whole(cases.make_indexer(case, device=device))
-    if kind == "distinct":
+    if kind in ("distinct", "rising", "falling"):
         inputs["weights"] = torch.ones_like(inputs["weights"])
         inputs["q"] = torch.zeros_like(inputs["q"])
         inputs["q"][..., 0] = 1
         order = torch.randperm(case.keys, generator=torch.Generator().manual_seed(3))
+        if kind != "distinct":
+            order = order.sort(descending=kind == "falling").values
         inputs["k"][0, :, 0] = order.to(device, torch.float32)
     elif kind == "zero":
         inputs["weights"] = torch.zeros_like(inputs["weights"])
@@ -132,19 +130,19 @@ def scores_of_kind(kind, case, device):
 
 
 @KINDS
-def test_segments(kernel_device, monkeypatch, kind):
-    """Rows longer than a segment: searched in pieces and once more among the winners."""
+def test_candidates(kernel_device, monkeypatch, kind):
+    """Rows longer than a search: in tiles, to no more candidates than there is room for, and searched among those."""
     import indexer.lightning.topk as topk
 
     monkeypatch.setattr(topk, "WIDE", 1024)
     poison_empty(monkeypatch)
-    case = long_case(2078, 50)  # the last segment holds fewer blocks than are wanted
+    case = long_case(2078, 50)  # the last tile holds fewer blocks than are wanted
     check_selection(case, kernel_device, scores_of_kind(kind, case, kernel_device))
 
 
 @KINDS
 def test_sets_of_winners(kernel_device, monkeypatch, kind):
-    """Winners are selected and sorted in sets, here of 16: rows with fewer and more blocks than are wanted, segments."""
+    """Winners are selected and sorted in sets, here of 16: rows with fewer and more blocks than are wanted, or longer than a search."""
     import indexer.lightning.topk as topk
 
     def forget():
@@ -153,8 +151,6 @@ def test_sets_of_winners(kernel_device, monkeypatch, kind):
 
     monkeypatch.setattr(topk, "GROUP", 16)
     monkeypatch.setattr(topk, "WIDE", 1024)
-    if kind in ("zero", "negative"):
-        monkeypatch.setattr(topk, "searches", lambda topk, sort, columns: [(1, 2048, 1), (2, 1024, 1)] if columns > 1024 else [(0, 1024, 1)])
     forget()
     try:
         poison_empty(monkeypatch)
@@ -166,16 +162,36 @@ def test_sets_of_winners(kernel_device, monkeypatch, kind):
         forget()
 
 
-def test_infinite_and_signed_zero_scores(kernel_device):
+@pytest.mark.parametrize("keys, topk", [(140, 120), (2300, 1020)])
+def test_infinite_and_signed_zero_scores(kernel_device, monkeypatch, keys, topk):
     """Visible blocks of score -inf come before the empty tail; -0.0 and 0.0 are a tie."""
-    case = long_case(140, 120)
+    import indexer.lightning.topk as topk_module
+
+    monkeypatch.setattr(topk_module, "WIDE", 1024)
+    case = long_case(keys, topk)
     inputs = whole(cases.make_indexer(case, device=kernel_device))
     inputs["q"][:] = 1
     inputs["k"][:] = 1
     inputs["k"][:, ::3] = 0
     inputs["k"][:, 1::7] = torch.inf
+    inputs["k"][:, 100 : keys - 800] = torch.inf  # so that -inf is the last score, where the row is long
     inputs["weights"][:] = -1
     check_selection(case, kernel_device, inputs)
+
+
+def test_more_nan_scores_than_there_is_room_for(kernel_device, monkeypatch):
+    """They count as infinite, so that the first ones are selected."""
+    import indexer.lightning.topk as topk
+
+    monkeypatch.setattr(topk, "WIDE", 1024)
+    poison_empty(monkeypatch)
+    case = long_case(2300, 50)
+    inputs = whole(cases.make_indexer(case, device=kernel_device))
+    inputs["q"] = inputs["q"].abs() + 1
+    inputs["weights"][:] = 1
+    inputs["k"][:, ::2] = torch.nan
+    indices, scores = lightning_indexer(**inputs, topk=50, **cases.layout(case, kernel_device), impl="triton")
+    assert scores.isnan().all() and torch.equal(indices.sort(-1).values, torch.arange(0, 100, 2, device=kernel_device).int().expand(1, 6, 50))
 
 
 def test_nan_scores_are_selected_and_stay_nan(kernel_device, monkeypatch):

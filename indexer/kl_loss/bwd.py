@@ -15,7 +15,7 @@ from indexer.kl_loss.fused import loss_gradients_spec
 from indexer.kl_loss.fwd import rows_spec, total_spec
 from indexer.kl_loss.slots import slot_scores_spec, slot_teacher_spec
 from indexer.lightning.ascend.scores import scores_ascend_spec
-from indexer.lightning.fwd import scores_spec
+from indexer.lightning.fwd import score_specs
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from kernel_runtime.registry import ModelShape
@@ -101,7 +101,7 @@ def specs(shape: ModelShape) -> Iterator:
             if npu:
                 yield scores_ascend_spec(*index, ratio, table)
                 continue
-            yield scores_spec(*index, ratio, table)
+            yield from score_specs(*index, ratio, table)
     for table in (False, True):
         yield from gradient_specs(dtype, [index[1] for index in indexers], shape.index_heads, shape.index_dim, shape.index_topk, table)
         for index, marginal in product(indexers, (False, True)):

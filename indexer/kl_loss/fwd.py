@@ -16,7 +16,7 @@ from indexer.kl_loss import dense
 from indexer.kl_loss.fused import loss_and_gradients
 from indexer.kl_loss.slots import GPU_TARGETS, NPU_TARGETS, slot_scores, slot_teacher
 from indexer.lightning.ascend.scores import scores_ascend_spec
-from indexer.lightning.fwd import chunks_of, query_chunks, scores_spec
+from indexer.lightning.fwd import chunks_of, launch_scores, query_chunks
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import Spec
 
@@ -301,8 +301,7 @@ def _dense(
         if x.npu:
             x.launch(scores_ascend_spec(*dtypes, heads, dim, x.cmp_ratio, table), n * some, x.q, x.k, x.weights, span, scores, *sizes)
         else:
-            score = scores_spec(*dtypes, heads, dim, x.cmp_ratio, table)
-            score.launch((triton.cdiv(n, score.consts["NQ"]), some), x.q, x.k, x.weights, span, scores, *sizes)
+            launch_scores(x.q, x.k, x.weights, span, scores, x.cmp_ratio, table, some, *sizes)
         blocks = triton.cdiv(n, teach.consts["NQ"])
         if make_lse:
             x.launch(own, triton.cdiv(n, own.consts["NQ"]) * some, q, cmp_kv, span, lse, scale, *sizes)

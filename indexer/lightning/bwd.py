@@ -6,11 +6,11 @@ import torch
 
 from indexer.core import span_spec, visible_table
 from indexer.gradients import gradient_specs, slot_gradients
-from indexer.library import SEGMENT
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.ascend.topk import order_ascend_spec, select_ascend_spec
-from indexer.lightning.fwd import scores_spec
-from indexer.lightning.topk import order_spec, row_lengths, searches, select_spec
+from indexer.lightning.filter import selection
+from indexer.lightning.fwd import score_specs
+from indexer.lightning.topk import WIDE, order_spec, row_lengths
 from kernel_runtime.registry import ModelShape
 
 
@@ -40,14 +40,13 @@ def specs(shape: ModelShape) -> Iterator:
     yield span_spec(ratio, True, False)
     yield span_spec(1, True, False)
     for table in (False, True):
-        for _, most in row_lengths(1, 2 * SEGMENT):
-            for level, width, _ in searches(topk, True, most):
-                yield select_spec(topk, ratio, table, level, width, True)
+        for _, most in row_lengths(1, 2 * WIDE):
+            yield from selection(topk, ratio, table, most, True)
         yield order_spec(topk, ratio, table, True)
         both = tuple(dict.fromkeys((dtype, torch.float32)))  # the ops take either
         yield from gradient_specs(dtype, both, heads, dim, topk, table)
         for weights in both:
-            yield scores_spec(dtype, weights, heads, dim, ratio, table)
+            yield from score_specs(dtype, weights, heads, dim, ratio, table)
             yield scores_ascend_spec(dtype, weights, heads, dim, ratio, table)
         for held in (False, True):
             yield select_ascend_spec(topk, ratio, table, held)

@@ -7,10 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from indexer import hopper
 from indexer.core import causal, product, relu, visible, visible_table
 from indexer.lightning.ascend.scores import scores_ascend_spec
 from indexer.lightning.ascend.topk import RESIDENT, order_ascend_spec, select_ascend_spec
-from indexer.lightning.topk import group_size, order_spec, row_lengths, searches, select_spec
+from indexer.lightning.filter import room_for, selection
+from indexer.lightning.topk import group_size, order_spec, row_lengths
 from kernel_runtime.device import grid_size, on_npu
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 
@@ -100,6 +102,35 @@ def scores_spec(dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim:
     )  # fmt: skip
 
 
+def launch_scores(
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, span: torch.Tensor, scores: torch.Tensor, cmp_ratio: int, table: bool,
+    batches: int, b0: int, i0: int, n: int, *sizes: int,
+) -> None:  # fmt: skip
+    """scores [batches, n, S3] of n queries from i0 on of the batch entries from b0 on. sizes: S, S3, rows, q_offset. On sm_90 by the kernel of
+    `indexer.hopper`, where it takes the call. Contiguous tensors."""
+    options = (q.dtype, weights.dtype, *q.shape[-2:], cmp_ratio, table)
+    if hopper.takes(q, k, weights):
+        from indexer.hopper.scores import hopper_scores_spec, scores_launch
+
+        spec = hopper_scores_spec(*options)
+        grid, tasks = scores_launch(spec, q.device, n, batches)
+        spec.launch(grid, q, k, weights, span, scores, b0, i0, n, *sizes, batches, tasks)
+        return
+    spec = scores_spec(*options)
+    spec.launch((triton.cdiv(n, spec.consts["NQ"]), batches), q, k, weights, span, scores, b0, i0, n, *sizes)
+
+
+def score_specs(
+    dtype: torch.dtype, weights_dtype: torch.dtype, heads: int, dim: int, cmp_ratio: int, table: bool
+) -> Iterator[Spec]:
+    """Of all that `launch_scores` can launch."""
+    yield scores_spec(dtype, weights_dtype, heads, dim, cmp_ratio, table)
+    if hopper.has_gluon() and hopper.covers(dtype, heads, dim):
+        from indexer.hopper.scores import hopper_scores_spec
+
+        yield hopper_scores_spec(dtype, weights_dtype, heads, dim, cmp_ratio, table)
+
+
 def query_chunks(batch: int, queries: int, keys: int, asked: int, buffers: int = 1) -> tuple[int, int]:
     """(batch entries, queries) of a chunk: whole sequences where they fit, otherwise a part of one. buffers: that share SCORE_BUFFER."""
     rows = asked or max(1, SCORE_BUFFER // buffers // max(1, keys))
@@ -156,25 +187,22 @@ def lightning_indexer_fwd(
         return indices, values
     group = group_size(topk)
     fewest = min(topk, group) if sorted else topk
-    plan = [(*lengths, searches(topk, sorted, lengths[1])) for lengths in row_lengths(fewest, keys)]
-    words = max((segments * topk for *_, steps in plan for level, _, segments in steps if level), default=0)
-    winners = torch.empty(batches * length * words, dtype=torch.int32, device=q.device) if words else indices
+    plan = [(*lengths, selection(topk, cmp_ratio, table, lengths[1], sorted)) for lengths in row_lengths(fewest, keys)]
+    room = room_for(topk)
+    filtered = any(len(steps) > 1 for *_, steps in plan)
+    winners = torch.empty(batches * length * room, dtype=torch.int32, device=q.device) if filtered else indices
 
-    score = scores_spec(q.dtype, weights.dtype, heads, dim, cmp_ratio, table)
     order = order_spec(topk, cmp_ratio, table, sorted)
-    tile = score.consts["NQ"]
     for b0, some, i0, n in chunks_of(batch, queries, batches, length):
         sizes = (n, queries, keys, rows, q_offset)
         if table or q_offset + i0 + n >= cmp_ratio:  # somebody sees a block
-            score.launch((triton.cdiv(n, tile), some), q, k, weights, span, buffer, b0, i0, *sizes)
+            launch_scores(q, k, weights, span, buffer, cmp_ratio, table, some, b0, i0, *sizes)
         for above, most, steps in plan:
             first, last = (0, n) if table else rows_between(above, most if most < keys else None, q_offset + i0, n, cmp_ratio)
             if first >= last:
                 continue
-            for level, width, segments in steps:
-                args = (buffer, span, winners, indices, b0, i0, first, *sizes, segments * topk, above, most)
-                select = select_spec(topk, cmp_ratio, table, level, width, sorted)
-                select.launch((last - first, some, segments if level == 1 else 1), *args)
+            for step in steps:
+                step.launch((last - first, some), buffer, span, winners, indices, b0, i0, first, *sizes, room, above, most)
         order.launch((n, some, triton.cdiv(topk, group)), buffer, span, indices, values, b0, i0, *sizes)
     return indices, values
 

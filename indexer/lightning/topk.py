@@ -3,8 +3,8 @@
 Two steps. `select_kernel` finds the K best of a row as a set: a search for the K-th score with the row in registers; where several blocks
 share that score, a second search for the largest index that still belongs. `order_kernel` sorts the K, at most GROUP by one warp: of more,
 `select_kernel` finds the GROUP best, the next GROUP, and so on, each as a set.
-A row of at most K (or GROUP) blocks needs no search. A row of more than WIDE blocks is searched in segments first and then once more among their
-winners, which is exact, as a block among the K best of the row is among the K best of its segment.
+A row of at most K (or GROUP) blocks needs no search. Of a row of more than WIDE blocks `indexer.lightning.filter` lists those that may belong
+first, and the search is among them.
 
 Rows live in a buffer of scores [batches, queries, S3] of one chunk; columns past the visible ones are never read.
 """
@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 
 from indexer.core import visible
-from indexer.library import SEGMENT
 from kernel_runtime.launch import Spec
 
 GROUP = 512  # keys that are sorted together: a warp keeps most of the network in registers, and few share a step of 32 bits
-NARROW = 1024  # columns of the narrowest search: 32 a thread of one warp; SEGMENT is that of 16 warps
-WIDE = 4096  # columns, or winners, of a search that leaves room for others beside it
+NARROW = 1024  # columns of the narrowest search: 32 a thread of one warp
+WIDE = 4096  # columns of the widest, which leaves room for others beside it
 LOWEST = tl.constexpr(-2147483648)  # key of an empty place, below that of -inf
 INFINITE = tl.constexpr(0x7F800000)  # key of +inf; ~INFINITE is that of -inf
 
@@ -45,7 +44,10 @@ def halfway(low, high):
 
 @triton.jit
 def _count(condition):
-    return tl.sum(tl.sum(condition.to(tl.int32), 1), 0)
+    """In floats within a thread, a comparison that gives 1.0 and an addition: booleans would be packed into bits, at twice the instructions.
+    Eight at a time, as additions that wait for each other are what a short row would wait for."""
+    ones = tl.reshape(tl.where(condition, 1.0, 0.0), [condition.shape[0], condition.shape[1] // 8, 8])
+    return tl.sum(tl.sum(tl.sum(ones, 2), 1).to(tl.int32), 0)
 
 
 @triton.jit
@@ -61,30 +63,37 @@ def _quantile(share):
 
 
 @triton.jit
-def _threshold(x, total, beyond, mean, deviation, wanted, low, at_low, high, at_high):
-    """Narrows the bracket of the wanted-th of `total` scores: `low` is the largest key found with at least as many scores at or above it, `high`
-    the smallest with fewer; at_low and at_high are how many. In the end at_low is wanted, or several share the score of low, or no more are there.
+def next_limit(step, low, at_low, high, at_high, middle, wanted, total, quantile, mean, deviation):
+    """Key at which to count next, of `total` scores those at or above it, if the wanted-th is looked for between low and high. `middle`, halfway
+    between them, is what is left after 16 steps, and where a guess is no good.
 
     First guess: where the wanted-th of so many normal numbers of this mean and deviation is. While one side
     is open, a step of that distribution's slope from the known side; then interpolation in the scores, held off the ends; zero and
-    the next number above it, as zero is the usual tie; after 16 steps bisection of the bits, which always ends.
+    the next number above it, as zero is the usual tie.
     """
-    many = tl.maximum(total, 1).to(tl.float32)
-    quantile = _quantile(1.0 - wanted / many)
+    share = (at_low - wanted).to(tl.float32) / tl.maximum(at_low - at_high, 1).to(tl.float32)
+    edge = tl.where(step < 8, 0.1, 0.3)
+    guess = key_score(low) + (key_score(high) - key_score(low)) * tl.minimum(tl.maximum(share, edge), 1.0 - edge)
+    if (at_high == 0) | (at_low == total):
+        known = tl.where(at_high == 0, at_low, at_high).to(tl.float32)
+        ahead = quantile - _quantile(1.0 - known / tl.maximum(total, 1).to(tl.float32)) + tl.where(at_high == 0, 0.02, -0.02)
+        base = key_score(tl.where(at_high == 0, low, high))
+        guess = tl.where((step == 0) & (at_high == 0), mean + quantile * deviation, base + 1.3 * deviation * ahead)
+    key = tl.where(step == 5, 0, tl.where(step == 6, 1, score_key(guess)))
+    return tl.where((step < 16) & (key > low) & (key < high), key, middle)
+
+
+@triton.jit
+def _threshold(x, total, beyond, mean, deviation, wanted, low, at_low, high, at_high):
+    """Narrows the bracket of the wanted-th of `total` scores: `low` is the largest key found with at least as many scores at or above it, `high`
+    the smallest with fewer; at_low and at_high are how many. In the end at_low is wanted, or several share the score of low, or no more are there.
+    After 16 steps bisection of the bits, which always ends."""
+    quantile = _quantile(1.0 - wanted / tl.maximum(total, 1).to(tl.float32))
     found = at_low
     step = total * 0
     middle = halfway(low, high)
     while (middle > low) & (found != wanted) & (total > wanted):
-        share = (at_low - wanted).to(tl.float32) / tl.maximum(at_low - at_high, 1).to(tl.float32)
-        edge = tl.where(step < 8, 0.1, 0.3)
-        guess = key_score(low) + (key_score(high) - key_score(low)) * tl.minimum(tl.maximum(share, edge), 1.0 - edge)
-        if (at_high == 0) | (at_low == total):
-            known = tl.where(at_high == 0, at_low, at_high).to(tl.float32)
-            ahead = quantile - _quantile(1.0 - known / many) + tl.where(at_high == 0, 0.02, -0.02)
-            base = key_score(tl.where(at_high == 0, low, high))
-            guess = tl.where((step == 0) & (at_high == 0), mean + quantile * deviation, base + 1.3 * deviation * ahead)
-        key = tl.where(step == 5, 0, tl.where(step == 6, 1, score_key(guess)))
-        middle = tl.where((step < 16) & (key > low) & (key < high), key, middle)
+        middle = next_limit(step, low, at_low, high, at_high, middle, wanted, total, quantile, mean, deviation)
         limit = key_score(middle)
         found = _count(~(x < limit)) - tl.where(limit <= 0.0, beyond, 0)
         enough = found >= wanted
@@ -117,17 +126,24 @@ def _slots(taken):
     return tl.cumsum(taken, 1) + (tl.cumsum(by_lane, 0) - by_lane)[:, None] - 1, tl.sum(by_lane, 0)
 
 
+@triton.jit
+def _store_set(out, column, take):
+    """Columns of the elements that are taken, side by side."""
+    slot, _used = _slots(take.to(tl.int32))
+    tl.store(out + slot, column, mask=take)
+
+
 @triton.jit(do_not_specialize=["b0", "i0", "first", "n", "S", "S3", "rows", "q_offset", "stride", "above", "upto"])
 def select_kernel(
     scores, span, winners, chosen, b0, i0, first, n, S, S3, rows, q_offset, stride, above, upto,
-    K: tl.constexpr, G: tl.constexpr, R: tl.constexpr, TABLE: tl.constexpr, LEVEL: tl.constexpr, A: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, R: tl.constexpr, TABLE: tl.constexpr, LISTED: tl.constexpr, A: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The set of the K best of rows with above < visible blocks <= upto; other rows are left alone. G: the G best come first, then the next G ..
+    """The set of the K best of rows with above < visible blocks <= upto into chosen [B, S, K]; other rows are left alone. G: the G best come first,
+    then the next G ..
 
-    LEVEL 0: a whole row into chosen [B, S, K]. LEVEL 1: segment program_id(2) of a row into winners [batches, n, segments, K],
-    -1 where the segment holds fewer than K. LEVEL 2: the winners of all segments into chosen.
-    The tile is [A lanes, E], a lane's elements A columns apart: loads are coalesced, and load, scan and store keep one layout. stride: winners of
-    a row, segments * K, a number of run time: of a constant one Triton would know how addresses are aligned, and choose another layout.
+    Of a whole row, or, LISTED, of the candidates that `filter_kernel` left in winners [batches, n, stride], -1 behind them.
+    The tile is [A lanes, E], a lane's elements A columns apart: loads are coalesced, and load, scan and store keep one layout. stride is
+    a number of run time: of a constant one Triton would know how addresses are aligned, and choose another layout.
     NaN counts as infinite.
     """
     batch = b0 + tl.program_id(1)
@@ -141,20 +157,17 @@ def select_kernel(
         across = tl.arange(0, E) * A
         place = across[None, :] + lane[:, None]
         at = scores + buffer * S3
-        if LEVEL == 2:
+        if LISTED:
             held = place < stride
             column = tl.load(winners + buffer * stride + place, mask=held, other=-1)
             held = held & (column >= 0)
             x = tl.load(at + column, mask=held, other=0.0)
             total = _count(held)
         else:
-            skipped = 0
-            if LEVEL == 1:
-                skipped = tl.program_id(2) * (A * E)
-            total = tl.minimum(tl.maximum(count - skipped, 0), A * E)
-            column = skipped + place
+            total = tl.minimum(count, A * E)
+            column = place
             held = across[None, :] < (total - lane)[:, None]
-            x = tl.load((at + skipped + lane)[:, None] + across[None, :], mask=held, other=0.0)
+            x = tl.load((at + lane)[:, None] + across[None, :], mask=held, other=0.0)
 
         sums, squares = tl.reduce((x, x * x), 1, _add_pairs)
         sums, squares = tl.reduce((sums, squares), 0, _add_pairs)
@@ -194,22 +207,16 @@ def select_kernel(
         else:
             low, at_low, high, at_high = _threshold(x, total, beyond, mean, deviation, K, low, at_low, high, at_high)
             limit = key_score(low)
-            take = ~(x < limit) & held
+            out = chosen + row * K
+            # the set is written in both branches: one that leaves a branch is packed into bits and taken apart again
             if (at_low != K) & (total > K):
                 # several blocks share the K-th score: those of the smallest index belong, up to and including `last`
                 y = tl.where(x == x, x, float("inf"))
                 tie = (y == limit) & held
                 last = _last_tied(tie, column, K - at_high)
-                take = ((y > limit) | (tie & (column <= last))) & held
-            slot, used = _slots(take.to(tl.int32))
-            if LEVEL == 1:
-                out = winners + buffer * stride + tl.program_id(2) * K
-                tl.store(out + slot, column, mask=take)
-                if used < K:  # in one dimension: a store of the tile would give all of it another layout
-                    rest = tl.arange(0, A * E)
-                    tl.store(out + rest, tl.full([A * E], -1, tl.int32), mask=(rest >= used) & (rest < K))
+                _store_set(out, column, ((y > limit) | (tie & (column <= last))) & held)
             else:
-                tl.store(chosen + row * K + slot, column, mask=take)
+                _store_set(out, column, ~(x < limit) & held)
 
 
 @triton.jit
@@ -319,42 +326,29 @@ def row_lengths(fewest: int, columns: int) -> list[tuple[int, int]]:
     """(above, most): lengths of rows that are searched together, of all with more than `fewest` and at most `columns` blocks."""
     found, most = [], NARROW
     while fewest < columns:
+        if most > WIDE:
+            most = max(most, columns)
         if most > fewest:
-            found.append((fewest, most if most <= SEGMENT else min(most, columns)))
+            found.append((fewest, most))
             fewest = most
         most *= 2
     return found
 
 
-def searches(topk: int, sort: bool, columns: int) -> list[tuple[int, int, int]]:
-    """(level, tile width, segments) of the launches of `select_kernel` for rows of at most so many blocks. Segments are short, so that several
-    programs share a multiprocessor and wait in turn, as long as their winners fit a short search again."""
-    if columns <= WIDE:
-        return [(0, max(NARROW, triton.next_power_of_2(columns)), 1)]
-    width = WIDE
-    while width < SEGMENT and triton.cdiv(columns, width) * topk > WIDE:
-        width *= 2
-    segments = triton.cdiv(columns, width)
-    if segments == 1 and (not sort or topk <= GROUP):
-        return [(0, width, 1)]
-    return [(1, width, segments), (2, min(SEGMENT, max(NARROW, triton.next_power_of_2(segments * topk))), segments)]
-
-
 @cache
-def select_spec(topk: int, cmp_ratio: int, table: bool, level: int, width: int, sort: bool) -> Spec:
-    """`width`: elements of the tile, a power of two from NARROW to SEGMENT; sort: what is selected will be sorted."""
+def select_spec(topk: int, cmp_ratio: int, table: bool, listed: bool, width: int, sort: bool) -> Spec:
+    """`width`: elements of the tile, a power of two from NARROW on; sort: what is selected will be sorted."""
     names = ("b0", "i0", "first", "n", "S", "S3", "rows", "q_offset", "stride", "above", "upto")
     warps = width // NARROW
     return Spec(
         select_kernel,
         types={"scores": "*fp32", "span": "*i32", "winners": "*i32", "chosen": "*i32"} | dict.fromkeys(names, "i32"),
         consts={
-            "K": topk, "G": group_size(topk) if sort and level != 1 else topk, "R": cmp_ratio, "TABLE": table, "LEVEL": level,
+            "K": topk, "G": group_size(topk) if sort else topk, "R": cmp_ratio, "TABLE": table, "LISTED": listed,
             "A": 32 * warps, "E": 32,
         },
         num_warps=warps,
-        # 16 warps have no more; the columns of winners are 32 words a thread besides, which would not fit and be spilled
-        options={"maxnreg": 240 if level == 2 and warps <= 8 else 128},
+        options={"maxnreg": 128},
         targets=("cuda", "hip"),
     )  # fmt: skip
 
