@@ -61,6 +61,13 @@ def test_graphs_are_few_and_stay(whole_graphs, impl, recompute, expected):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.gpu
+def test_the_torch_of_a_gpu_machine_traces_eager_whole(whole_graphs):
+    """On the CPU, but by another torch than that of development, whose dynamo may know less: a break is an error."""
+    _, graphs = losses([40, 56], impl="eager", compile=True)
+    assert graphs[0] == graphs[1] > 0 and not counters["graph_break"]
+
+
 def test_beside_kernels_only_routers_and_loss_are_compiled():
     with torch.device("meta"):
         model = DeepSeekV4(run_config().model)
