@@ -60,7 +60,8 @@ def test_a_step_launches_nothing_outside_the_plan():
 @pytest.mark.parametrize(("config", "sm_90"), [(TINY, False), (FLASH_KERNELS, False), (FLASH_KERNELS, True)], ids=["tiny", "flash", "sm_90"])
 def test_bf16_launches_nothing_outside_the_plan(config, sm_90, monkeypatch):
     """As the trainer does it: parameters in bf16 but for the islands. Launches are only listed here, so sizes do not matter, and
-    attention and mHC can be asked for what they take on sm_90."""
+    attention, mHC and indexer can be asked for what they take on sm_90."""
+    from indexer import hopper as indexer_hopper
     from kernel_runtime import launch
     from mhc_ops import hopper
     from sparse_attn.shared_kv import choice
@@ -76,8 +77,10 @@ def test_bf16_launches_nothing_outside_the_plan(config, sm_90, monkeypatch):
     if sm_90:
         monkeypatch.setattr(choice, "hopper_supports", lambda q: None)
         monkeypatch.setattr(hopper, "takes", lambda x, *others, aligned=hopper.ALIGNED: hopper.covers(x.dtype, *x.shape[-2:], aligned))
+        monkeypatch.setattr(indexer_hopper, "takes", lambda q, *others: indexer_hopper.covers(q.dtype, *q.shape[-2:]))
     launched = check_steps(config, torch.bfloat16, (40, 150, 600), "sm_90" if sm_90 else "sm_80")
     of_sm_90 = {"hopper_bwd_kernel", "hopper_dense_pdz_kernel", "hopper_dense_dkv_kernel", "boundary_bwd_kernel", "expand_project_kernel"}
+    of_sm_90 |= {"hopper_scores_kernel"}
     assert (launched & of_sm_90) == (of_sm_90 if sm_90 else set())
 
 
