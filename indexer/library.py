@@ -17,7 +17,6 @@ MAX_DIM = 128  # channels of an index head; fewer are padded to a power of two o
 MAX_TOPK = 4096
 MAX_ATTENTION_HEADS = 128  # of the main attention, where the KL loss computes the teacher
 MAX_ATTENTION_DIM = 512  # its channels, a multiple of 16
-SEGMENT = 16384  # keys of one search for the K best; more keys are searched in segments, whose winners must fit one search again
 
 
 class Layout(NamedTuple):

@@ -2,20 +2,18 @@
 
 from torch import Tensor
 
-from indexer.library import MAX_DIM, MAX_TOPK, SEGMENT, check_bool, check_indexer, resolve_deterministic
+from indexer.library import MAX_DIM, MAX_TOPK, check_bool, check_indexer, resolve_deterministic
 from indexer.lightning.op import LightningIndexer
 from kernel_runtime import apply_function, check_int, run_eager, select_impl
 from reference import indexer as reference
 
 
-def no_kernel(q: Tensor, k: Tensor, topk: int) -> str | None:
+def no_kernel(q: Tensor, topk: int) -> str | None:
     """Why the kernels do not cover a case, None if they do."""
     if q.shape[-1] > MAX_DIM:
         return f"Di = {q.shape[-1]}; kernels take at most {MAX_DIM} channels"
     if topk > MAX_TOPK:
         return f"topk = {topk}; kernels take at most {MAX_TOPK}"
-    if -(-k.shape[-2] // SEGMENT) * topk > SEGMENT and k.shape[-2] > SEGMENT:
-        return f"{k.shape[-2]} keys with topk = {topk}; kernels take at most {SEGMENT // topk * SEGMENT} keys with this topk"
     return None
 
 
@@ -49,7 +47,8 @@ def lightning_indexer(
     q_offset      position of the first query, an int or int32 tensor with one a batch entry [B] or document; None is 0.
     sorted        False may return the same blocks in any order.
     query_chunk   queries whose scores are held at a time by the kernel; the default keeps the score buffer below 256 MiB. Where there are
-                  more than 4096 blocks, what was found in parts of a row is held too: 32 to 64 MiB with 512 slots, 256 with 2048.
+                  more than 4096 blocks, a list of candidates is held too: 64 MiB at most with 512 slots, 256 with 2048, the less the
+                  more blocks there are.
     deterministic sums the gradient of k to the same bits in every run; None follows torch.are_deterministic_algorithms_enabled().
                   impl="eager" is plain autograd and follows PyTorch's own switch alone.
     impl          "auto", "triton" or "eager", see kernel_runtime.impl.
@@ -66,7 +65,7 @@ def lightning_indexer(
     if query_chunk is not None:
         check_int(op, "query_chunk", query_chunk, minimum=1)
     deterministic = resolve_deterministic(op, deterministic)
-    how = select_impl(op, impl, q, no_kernel=no_kernel(q, k, topk))
+    how = select_impl(op, impl, q, no_kernel=no_kernel(q, topk))
     if impl == "eager":
         return run_eager(
             reference.lightning_indexer, q, k, weights, topk, cmp_ratio=cmp_ratio, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
