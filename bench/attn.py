@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.common import Row, copy_rate, median_ms, peak_mib, print_head, print_row
+from bench.common import Row, copy_rate, median_ms, peak_mib, positive, print_head, print_row
 from kernel_runtime.registry import ModelShape
 from reference.cases.sparse_attn import AttentionCase, valid_pairs
 from reference.sparse_attn import sparse_attn_shared_kv as reference_attention
@@ -212,13 +212,13 @@ def matmul_rate() -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="+", choices=RATIO, default=list(RATIO))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536])
-    parser.add_argument("--heads", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[4096, 16384, 65536])
+    parser.add_argument("--heads", nargs="+", type=positive, default=[64, 128])
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
     parser.add_argument("--eager-limit", type=int, default=4096, help="tokens up to which reference, compile and flex run")
     parser.add_argument("--check-limit", type=int, default=16384, help="tokens up to which results are compared with the portable kernels'")
-    parser.add_argument("--rep", type=int, default=30, help="ms of calls that a median is taken over; at least 9 calls")
+    parser.add_argument("--rep", type=positive, default=30, help="ms of calls that a median is taken over; at least 9 calls")
     parser.add_argument("--no-warmup", action="store_true", help="the kernels are in the cache: do not ask sixteen processes to make sure")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no row is begun after this many seconds")
 

@@ -6,6 +6,7 @@ device copied in the same run, counting bytes read and written.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import json
@@ -188,13 +189,30 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def positive(text: str) -> int:
+    """The type of a command's argument that counts something."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def need_device(parser: argparse.ArgumentParser, kind: str = "cuda") -> None:
+    """Ends the command in one line where the device that it measures on is not here."""
+    if kind != "cpu" and (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")).type != kind:
+        parser.error(f"this needs a device of kind {kind}, which is not here")
+
+
 def read(files: Sequence[Path]) -> tuple[dict[str, str], list[Row]]:
-    """Environment and rows of JSONL files that `write` made; ValueError if they come from different environments or benches."""
+    """Environment and rows of JSONL files that `write` made; ValueError if they are no such files, or come from different environments or
+    benches."""
     known, found, rows = {f.name for f in fields(Row)}, [], []
     for file in files:
-        first, *records = (json.loads(line) for line in file.read_text().splitlines())
-        found.append(first["environment"])
-        rows += [Row(**{k: v for k, v in record.items() if k in known}) for record in records]
+        try:
+            first, *records = (json.loads(line) for line in file.read_text().splitlines())
+            found.append(first["environment"])
+            rows += [Row(**{k: v for k, v in record.items() if k in known}) for record in records]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file} is no JSONL file of a bench: {error}") from error
     if any(one != found[0] for one in found) or len({r.bench for r in rows}) != 1:
         raise ValueError(f"{', '.join(map(str, files))}: not one bench in one environment")
     return found[0], rows

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from bench.common import Row, copy_rate, print_head, print_row
+from bench.common import Row, copy_rate, positive, print_head, print_row
 from reference.cases import relative_error
 from reference.cases.sparse_attn import CompressCase, compress_inputs
 from reference.compress import compress_kv as reference
@@ -171,7 +171,7 @@ def tune(tokens: Sequence[int], rate: float) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 65536])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[4096, 65536])
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--tune", action="store_true")
 

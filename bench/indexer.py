@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bench.attn import matmul_rate
-from bench.common import Captured, Row, copy_rate, median_ms, peak_mib, print_head, print_row, time_limit
+from bench.common import Captured, Row, copy_rate, median_ms, peak_mib, positive, print_head, print_row, time_limit
 from indexer import lightning_indexer
 from kernel_runtime.registry import ModelShape, import_ops, registered_specs
 from reference.indexer import lightning_indexer as reference_indexer
@@ -124,11 +124,11 @@ def compile_kernels(op: str, topks: list[int], attention_heads: int = 64, attent
 
 def add_common_arguments(parser: argparse.ArgumentParser, tokens: list[int], eager_limit: int, providers: tuple[str, ...]) -> None:
     """Of this bench and that of the loss."""
-    parser.add_argument("--tokens", nargs="+", type=int, default=tokens)
-    parser.add_argument("--topk", nargs="+", type=int, default=[512, 1024, 2048], help="those above the number of blocks are left out")
+    parser.add_argument("--tokens", nargs="+", type=positive, default=tokens)
+    parser.add_argument("--topk", nargs="+", type=positive, default=[512, 1024, 2048], help="those above the number of blocks are left out")
     parser.add_argument("--providers", nargs="+", choices=providers, default=list(providers))
     parser.add_argument("--eager-limit", type=int, default=eager_limit, help="tokens up to which reference and compile run")
-    parser.add_argument("--rep", type=int, default=30, help="ms of calls that a median is taken over; at least 9 calls")
+    parser.add_argument("--rep", type=positive, default=30, help="ms of calls that a median is taken over; at least 9 calls")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one row may take, compilation included; 0: any")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no row is begun after this many seconds")
 

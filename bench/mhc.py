@@ -25,7 +25,20 @@ import torch
 from torch import Tensor
 
 import mhc_ops
-from bench.common import Captured, Row, copy_rate, count_launches, median_ms, peak_mib, print_head, print_row, print_table, time_limit, write
+from bench.common import (
+    Captured,
+    Row,
+    copy_rate,
+    count_launches,
+    median_ms,
+    peak_mib,
+    positive,
+    print_head,
+    print_row,
+    print_table,
+    time_limit,
+    write,
+)
 from reference import mhc as reference
 from reference.cases.mhc import BENCH_SHAPES, MhcShape, make_inputs
 
@@ -188,13 +201,20 @@ def measure(
     torch.cuda.synchronize()
 
 
+def named_shape(text: str) -> MhcShape:
+    sizes = [positive(size) for size in text.split(",")]
+    if len(sizes) != 4 or not 2 <= sizes[2] <= 8:
+        raise argparse.ArgumentTypeError(f"want B,S,N,D with N in 2 to 8, for example 1,4096,4,4096, got {text!r}")
+    return MhcShape(*sizes)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", nargs="*", default=[], help="B,S,N,D; default: the shapes of reference/cases/mhc.py")
+    parser.add_argument("--shape", nargs="*", type=named_shape, default=[], help="B,S,N,D; default: the shapes of reference/cases/mhc.py")
     parser.add_argument("--ops", nargs="*", default=list(OPS), choices=OPS)
     parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--sublayers", type=int, default=SUBLAYERS, help='of the chain that "full" is')
-    parser.add_argument("--rep", type=int, default=60, help="ms of calls that a median is taken of")
+    parser.add_argument("--sublayers", type=positive, default=SUBLAYERS, help='of the chain that "full" is')
+    parser.add_argument("--rep", type=positive, default=60, help="ms of calls that a median is taken of")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one op of one provider, 0: no limit")
     parser.add_argument("--no-graph", action="store_true", help="only without a CUDA graph, host time included")
     parser.add_argument("--graph-only", action="store_true", help="only as a CUDA graph")
@@ -202,7 +222,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     dtype = getattr(torch, args.dtype)
-    shapes = [MhcShape(*map(int, s.split(","))) for s in args.shape] or list(BENCH_SHAPES)
+    shapes = args.shape or list(BENCH_SHAPES)
     rate = copy_rate()
     print(f"copy rate of this run: {rate:.0f} GB/s")
     graphs = [kind for kind, left_out in ((True, args.no_graph), (False, args.graph_only)) if not left_out]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bench.common import need_device, positive
 from kernel_runtime.env import installed
 from mhc_ops import HyperConnection, hc_expand, hc_post, hc_recompute, plan
 
@@ -143,13 +144,18 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "npu", "cpu"), help="cpu: bytes alone")
     parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of streams and sublayers")
-    parser.add_argument("--layers", type=int, default=43)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--hc-mult", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--repeat", type=int, default=5, help="timed steps; the median counts")
+    parser.add_argument("--layers", type=positive, default=43)
+    parser.add_argument("--hidden", type=positive, default=4096)
+    parser.add_argument("--hc-mult", type=positive, default=4)
+    parser.add_argument("--tokens", type=positive, default=4096)
+    parser.add_argument("--repeat", type=positive, default=5, help="timed steps; the median counts")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="eager needs the most memory")
     args = parser.parse_args(argv)
+    need_device(parser, args.device)
+    try:
+        plan(args.layers, args.hc_mult, args.hidden, args.tokens, DTYPES[args.dtype].itemsize)
+    except ValueError as error:
+        parser.error(str(error))
     versions = ", ".join(f"{name} {value}" for name, value in installed().items() if name in ("torch", "triton"))
     print(f"{args.layers} layers, {args.tokens} tokens, N {args.hc_mult}, D {args.hidden}, {args.dtype}, {args.device}, {versions}")
     results = [measure(mode, args) for mode in args.modes]

@@ -11,9 +11,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-import torch
-
-from bench.common import environment, print_table, read, write
+from bench.common import environment, need_device, print_table, read, write
 
 BENCHES = ("attn", "compress", "indexer", "kl", "mhc")
 
@@ -31,14 +29,16 @@ def main() -> None:
     merge.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files written")
     args = parser.parse_args()
     if args.bench == "merge":
-        versions, rows = read(args.files)
+        try:
+            versions, rows = read(args.files)
+        except (OSError, ValueError) as error:
+            merge.error(str(error))
         for shape in dict.fromkeys(r.shape for r in rows):
             print_table(f"{rows[0].bench} {shape}", [r for r in rows if r.shape == shape])
         for file in write(rows, args.out, versions):
             print(f"wrote {file}")
         return
-    if not torch.cuda.is_available():
-        parser.error("benches need a CUDA device")
+    need_device(parser)
     print(", ".join(f"{name} {value}" for name, value in environment().items()))
     for file in write(modules[args.bench].run(args), args.out):
         print(f"wrote {file}")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from bench.common import environment
+from bench.common import environment, need_device, positive
 from train_example.swap_optimizer import SwapAdamW
 
 # weights of a layer of DeepSeek-V4-Flash with four of its experts: the sizes a rank holds
@@ -69,8 +69,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=0.6e9, help="at least this many")
     parser.add_argument("--buckets", default="4,16,64,256", help="slot sizes to try, MiB")
-    parser.add_argument("--rep", type=int, default=7, help="steps to time")
+    parser.add_argument("--rep", type=positive, default=7, help="steps to time")
     args = parser.parse_args()
+    need_device(parser)
     print(environment())
     print("bus, GB/s:", ", ".join(f"{name} {rate:.1f}" for name, rate in ceiling().items()))
     columns = f"{'weight+grad+state B/param':>28}{'state on device GiB':>22}{'on host GiB':>13}{'step ms':>10}{'with copies':>13}{'GB/s':>8}"

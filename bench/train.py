@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bench.common import environment
+from bench.common import environment, positive
 from train_example import metrics, trace
 from train_example.config import PRESETS
 from train_example.optim import make_optimizer
@@ -274,7 +274,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser.add_argument("--experts", type=int, default=8, help="routed experts a layer")
     parser.add_argument("--vocab", type=int, default=12032, help="rows of embedding and head; the published 129280 stand beside 43 layers")
     parser.add_argument("--batch", type=int, default=1, help="sequences a process")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--steps", type=positive, default=5, help="timed steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True, help="compile all kernels ahead, not each at its first use")
     parser.add_argument("--split", action=argparse.BooleanOptionalAction, default=True, help="profile one more step")

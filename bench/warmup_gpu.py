@@ -30,6 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+CASES = ["cold", "cold+warmup", "warm", "ahead"]
+
 
 def model_config(name: str) -> Any:
     """tiny as it is; flash and pro with their kernel sizes, but few layers and experts: those do not change which kernels are needed."""
@@ -158,16 +160,18 @@ def summary(case: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
+    from bench.common import need_device, positive
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=8, help="processes on the one card")
+    parser.add_argument("--processes", type=positive, default=8, help="processes on the one card")
     parser.add_argument("--model", default="flash", choices=("tiny", "flash", "pro"), help="sizes of the kernels")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"), help="of the streams")
     parser.add_argument("--impl", default="auto", choices=("auto", "triton"), help="of the ops")
     parser.add_argument("--plan", type=Path, help="a plan in JSON in place of the configuration's")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence in the first step")
-    parser.add_argument("--batch", type=int, default=1, help="sequences a process")
-    parser.add_argument("--cases", nargs="+", default=["cold", "cold+warmup", "warm", "ahead"], help="which to run, in this order")
-    parser.add_argument("--jobs", type=int, default=8, help="processes that compile without a device, in the case ahead")
+    parser.add_argument("--length", type=positive, default=512, help="tokens of a sequence in the first step")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences a process")
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES, help="which to run, in this order")
+    parser.add_argument("--jobs", type=positive, default=8, help="processes that compile without a device, in the case ahead")
     parser.add_argument("--timeout", type=float, default=500.0, help="seconds a case may take")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -178,6 +182,7 @@ def main() -> int:
     if args.worker:
         worker(args)
         return 0
+    need_device(parser)
 
     base = Path(tempfile.mkdtemp(prefix="warmup-bench-"))
     cases, ahead = [], None

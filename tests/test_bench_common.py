@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from bench import common, run
+from bench import common, recompute, run
 from bench.common import OverLimit, Row, read, time_limit, write
 
 
@@ -22,6 +22,25 @@ def test_rows_of_several_runs_become_one(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(common, "environment", lambda: {"device": "another"})
     with pytest.raises(ValueError, match="one environment"):
         read([files[0], write(rows, tmp_path / "c")[1]])
+
+
+@pytest.mark.parametrize(
+    "module, args, message",
+    [
+        (run, "attn --tokens 0", "argument --tokens: must be at least 1, got 0"),
+        (run, "indexer --topk -1", "argument --topk: must be at least 1, got -1"),
+        (run, "mhc --shape 1,2,3", "want B,S,N,D with N in 2 to 8, for example 1,4096,4,4096, got '1,2,3'"),
+        (run, "merge nowhere.jsonl", "No such file or directory: 'nowhere.jsonl'"),
+        (run, f"merge {__file__}", "is no JSONL file of a bench"),
+        (recompute, "--device cpu --hc-mult 1", "plan: hc_mult has N = 1 streams, wanted 2 to 8"),
+        (recompute, "--device npu", "this needs a device of kind npu, which is not here"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(module, args, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", *args.split()])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_time_limit_stops_what_runs():
