@@ -249,9 +249,8 @@ class Filler:
     def _measure(self, row: Row, kernel: Any) -> None:
         used = self._targets.resources(kernel)
         row.registers, row.spills, row.shared = used.registers, used.spills, used.shared
-        limit = self._targets.shared_limit(self.target)
-        if limit is not None and used.shared > limit:
-            row.state, row.note = "failed", f"{used.shared} bytes of shared memory, the target has {limit}"
+        if excess := used.excess(self.target):
+            row.state, row.note = "failed", excess
 
 
 def one_line(error: BaseException) -> str:

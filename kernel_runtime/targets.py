@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from kernel_runtime.cache import STORAGE_ERRORS, binary_damage, entry_folder
 from kernel_runtime.launch import CUDA_SMEM_LIMIT
 
+TENSOR_COLUMNS = 512  # of tensor memory, on the NVIDIA architectures that have it
 HIP_SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 EXTENSION = {"cuda": "cubin", "hip": "hsaco", "npu": "npubin"}
 
@@ -51,11 +52,19 @@ def shared_limit(target: GPUTarget) -> int | None:
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one program: registers a thread, bytes (CUDA) or registers (AMD) spilled a thread, bytes of shared memory."""
+    """Of one program: registers a thread, bytes (CUDA) or registers (AMD) spilled a thread, bytes of shared memory, columns of tensor memory."""
 
     registers: int | None
     spills: int | None
     shared: int
+    columns: int = 0
+
+    def excess(self, target: GPUTarget) -> str:
+        """What the target has less of than a program needs; empty if it fits. A kernel beyond it compiles, and cannot be launched."""
+        limit = shared_limit(target)
+        if limit is not None and self.shared > limit:
+            return f"{self.shared} bytes of shared memory, the target has {limit}"
+        return f"{self.columns} columns of tensor memory, the target has {TENSOR_COLUMNS}" if self.columns > TENSOR_COLUMNS else ""
 
 
 def resources(kernel: Any) -> Resources:
@@ -73,7 +82,7 @@ def resources(kernel: Any) -> Resources:
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
     found = {n: int(v) for n, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     spills = found["STACK"] + found.get("LOCAL", 0) if "STACK" in found else None
-    return Resources(found.get("REG"), spills, kernel.metadata.shared)
+    return Resources(found.get("REG"), spills, kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", None) or 0)
 
 
 def host_modules(source: Any, target: GPUTarget) -> list[tuple[str, str]]:

@@ -37,7 +37,7 @@ def own_entries(name, target):
 
 @pytest.mark.parametrize(("target", "name"), CASES)
 def test_compiles_and_fits(target, name, record_property):
-    from kernel_runtime.targets import parse_target, resources, shared_limit
+    from kernel_runtime.targets import parse_target, resources
 
     gpu = parse_target(target)
     entries = own_entries(name, gpu)
@@ -55,8 +55,8 @@ def test_compiles_and_fits(target, name, record_property):
             failures.append(f"{op} {spec.name} {dict(spec.consts)}: {type(error).__name__}: {error}")
             continue
         lines.append(f"{op} {spec.name}: {used.registers} registers, {used.spills} spilled, {used.shared} bytes shared")
-        if used.shared > (shared_limit(gpu) or 0) and spec.name not in TOO_LARGE.get(target, ()):
-            failures.append(f"{op} {spec.name} {dict(spec.consts)}: {used.shared} bytes of shared memory, limit {shared_limit(gpu)}")
+        if (excess := used.excess(gpu)) and spec.name not in TOO_LARGE.get(target, ()):
+            failures.append(f"{op} {spec.name} {dict(spec.consts)}: {excess}")
         if gpu.backend == "cuda" and (used.spills or 0) > SPILL_LIMIT:
             failures.append(f"{op} {spec.name} {dict(spec.consts)}: {used.spills} spilled a thread, limit {SPILL_LIMIT}")
     record_property("resources", "\n".join(lines))

@@ -31,7 +31,8 @@ class Form:
 ROOM = 163 * 1024  # of an A100
 ANY = 1 << 30
 # SMALL: 99 KiB, as sm_86, 89 and 120 have. HOPPER: products of whole warpgroups, APART in the kernels. BLACKWELL (sm_100): Triton keeps the
-# operands of the second product in shared memory, one tile of keys in flight. AMD's take OLDER, as does the interpreter.
+# operands of the second product in shared memory, one tile of keys in flight, and accumulators of 64 heads in tensor memory, twice, so that
+# those of two halves of D take all 512 columns and leave none for S. AMD's take OLDER, as does the interpreter.
 OLDER, SMALL, HOPPER, BLACKWELL = (
     Form((0, 89), (ROOM, ANY)), Form((0, 999), (0, ROOM)), Form((90, 99), (ROOM, ANY)), Form((100, 999), (ROOM, ANY)),
 )  # fmt: skip
@@ -76,7 +77,10 @@ def forward_tiles(dtype: torch.dtype, N: int, D: int, form: Form = OLDER) -> Til
         return Tiles(min(BH, 16), 32 if D <= 256 else 16, BD, HALVES, 4 if D <= 256 else 8, 1)
     if form == SMALL and HALVES == 2:
         return Tiles(min(BH, 32), 32, BD, HALVES, 8 if BH > 16 else 4, 2)
-    return Tiles(BH, 64, BD, HALVES, 8 if BH * BD * HALVES > 64 * 256 else 4, 1 if form == BLACKWELL else 2)
+    num_warps = 8 if BH * BD * HALVES > 64 * 256 else 4
+    if form == BLACKWELL and BH == 64:
+        BD, HALVES = BD * HALVES, 1
+    return Tiles(BH, 64, BD, HALVES, num_warps, 1 if form == BLACKWELL else 2)
 
 
 def gradient_tiles(dtype: torch.dtype, N: int, D: int, form: Form) -> Tiles:
