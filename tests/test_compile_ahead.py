@@ -74,3 +74,13 @@ def test_warpgroups_share_the_rows_of_attention(form):
     make = forward_spec if form == "forward" else dq_spec
     code = make(torch.bfloat16, 64, 512, SELECTED, True, form=HOPPER).compile(parse_target("sm_90")).asm["ttgir"]
     assert set(re.findall(r"nvidia_mma<.*warpsPerCTA = \[(\d, \d)\]", code)) == {"4, 2"}
+
+
+def test_what_a_target_lacks_is_named():
+    """Shared memory, and sm_100's tensor memory: a kernel beyond either compiles."""
+    from kernel_runtime.targets import Resources, parse_target
+
+    sm_89, sm_100 = parse_target("sm_89"), parse_target("sm_100")
+    assert "131584 bytes of shared memory, the target has 101376" in Resources(255, 0, 131584).excess(sm_89)
+    assert "544 columns of tensor memory, the target has 512" in Resources(255, 0, 131584, 544).excess(sm_100)
+    assert not Resources(255, 0, 131584, 512).excess(sm_100) and not Resources(255, 0, 1 << 20).excess(parse_target("sm_75"))
