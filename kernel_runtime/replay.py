@@ -303,7 +303,8 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """check(*others): whether others differ from `tensors` in their values alone, and this thread does with torch what it does now"""
     sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
     strides: list[list[int | None]] = [list(t.stride()) for t in tensors]
-    return _GUARDS.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]
+    guards = _GUARDS.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return guards.check  # type: ignore[no-any-return]  # a module of torch without types
 
 
 def unavailable() -> str:
