@@ -16,8 +16,10 @@ from kernel_runtime import interpreting
 
 BF16 = torch.bfloat16
 FORMS = {
-    "forward": ("sparse_attn.shared_kv.hopper.fwd", "forward_spec", (BF16, 64, 512, 2, True)),
-    "forward, all entries": ("sparse_attn.shared_kv.hopper.fwd", "forward_spec", (BF16, 64, 512, 1, True)),
+    "forward": ("sparse_attn.shared_kv.hopper.fwd", "forward_spec", (BF16, 64, 512, 2, True, 1)),
+    "forward with maxima": ("sparse_attn.shared_kv.hopper.fwd", "forward_spec", (BF16, 64, 512, 2, True, 2)),
+    "forward, all entries": ("sparse_attn.shared_kv.hopper.fwd", "forward_spec", (BF16, 64, 512, 1, True, 1)),
+    "forward with maxima, all entries": ("sparse_attn.shared_kv.hopper.fwd", "forward_spec", (BF16, 64, 512, 1, True, 2)),
     "dense forward": ("sparse_attn.shared_kv.hopper.dense_fwd", "dense_forward_spec", (BF16, 64, 512, False, True)),
     "dense forward, entries": ("sparse_attn.shared_kv.hopper.dense_fwd", "dense_forward_spec", (BF16, 64, 512, True, True)),
     "probabilities": ("sparse_attn.shared_kv.hopper.probs", "probs_spec", (BF16, 64, 512)),

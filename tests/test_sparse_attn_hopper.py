@@ -355,7 +355,7 @@ def test_which_forward_runs(mode, window, ratio, scale, K, kernel, monkeypatch):
     def dense(q, ori_kv, cmp_kv, *_):
         raise Launched(f"dense, {'no' if cmp_kv is None else cmp_kv.shape[1]} entries")
 
-    def general(dtype, N, D, compressed, sinks):
+    def general(dtype, N, D, compressed, sinks, form):
         raise Launched(f"general {compressed}")
 
     monkeypatch.setattr(dense_fwd, "dense_forward", dense)

@@ -20,7 +20,7 @@ from sparse_attn.shared_kv.hopper.core import HEADS, laid_out, programs
 from sparse_attn.shared_kv.hopper.dense import dense_supports
 from sparse_attn.shared_kv.hopper.dense_bwd import dense_attention_bwd, dense_backward_specs, dense_bwd_supports
 from sparse_attn.shared_kv.hopper.dense_fwd import dense_forward_spec
-from sparse_attn.shared_kv.hopper.fwd import forward_spec
+from sparse_attn.shared_kv.hopper.fwd import forward_specs
 from sparse_attn.shared_kv.hopper.owner_sum import (
     LIST_SLOTS,
     bounds_spec,
@@ -147,7 +147,7 @@ def specs(shape: ModelShape) -> Iterator[Spec]:
         yield from dense_backward_specs(dtype, N, D)
     for mode in (NONE, ALL, SELECTED):
         if mode != NONE or not dense:
-            yield forward_spec(dtype, N, D, mode, True)
+            yield from forward_specs(dtype, N, D, mode, True)
             for partial in (False, True):
                 yield backward_spec(dtype, N, D, mode, partial)
     for column in (0, 2):

@@ -28,6 +28,7 @@ from sparse_attn.shared_kv.hopper.core import copy_layout_for, laid_out, program
 from sparse_attn.shared_kv.hopper.dense import (
     CHUNK,
     ENTRIES_MAX,
+    RING,
     RING_A,
     RING_B,
     UNIT,
@@ -104,8 +105,41 @@ def seen_by(x, begin, stop, rows: gl.constexpr, ONE_QUERY: gl.constexpr):
 
 
 @gluon.jit
+def keep(s, on):
+    """Scores where `on`, of one query's keys, else -inf. A minimum takes half of the instructions of a choice by predicates, and masks NaN too."""
+    return gl.minimum(s, gl.where(on, float("inf"), float("-inf"))[None, :])
+
+
+@gluon.jit
+def keep_window(s, first: gl.constexpr, low, begin, stop, ONE_QUERY: gl.constexpr):
+    """Scores of the ring's slots from `first` on, -inf where a slot's key does not lie in [begin, stop): numbers, or one of each row."""
+    layout: gl.constexpr = s.type.layout
+    slot = first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))
+    if ONE_QUERY:  # the slots of its keys are one run, or all but one run: one comparison
+        count = gl.maximum(stop - begin, 0)
+        at = begin % RING
+        wraps = at + count > RING
+        start = gl.where(wraps, at + count - RING, at)
+        length = gl.where(wraps, RING - count, count)
+        inside = (slot - start).to(gl.uint32) < length.to(gl.uint32)
+        return keep(s, inside != wraps)
+    else:
+        rows: gl.constexpr = gl.SliceLayout(1, layout)
+        return gl.where(seen_by(slot_keys(slot, low), begin, stop, rows, False), s, float("-inf"))
+
+
+@gluon.jit
+def opaque_zero(z, g, zero, D: gl.constexpr):
+    """As in fwd_kernel.py. Made of the loop's counter, where there is a loop, it is one number for the whole warp in the eyes of ptxas too, and
+    descriptors need not go through registers."""
+    if D > 4 * CHUNK:
+        z = g * zero
+    return z
+
+
+@gluon.jit
 def tile_forward(
-    row, row_end, query, step, low, cmp_begin, turn, z, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged,
+    row, row_end, query, step, low, cmp_begin, turn, z, zero, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged,
     facts, sink_s, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 rows, this consumer's tile number `turn`."""
@@ -135,6 +169,7 @@ def tile_forward(
     sb = gl.zeros([64, RING_B], gl.float32, layout=b_layout)
     se = gl.zeros([64, BE], gl.float32, layout=e_layout)
     for g in range(D // CHUNK // 4):
+        z = opaque_zero(z, g, zero, D)
         parity = (turn * (D // CHUNK // (2 * PAIRS)) + (g if PAIRS == 2 else 0)) & 1
         sa, sb, se = score_pair(0, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, ENTRIES, PAIRS)
         sa, sb, se = score_pair(1, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, ENTRIES, PAIRS)
@@ -150,18 +185,15 @@ def tile_forward(
         if ENTRIES > 0:
             seen = number(facts[3], i, step)
     # softmax over all keys at once; the scale is positive, so the maximum may be taken before it
-    ka = slot_keys(gl.arange(0, RING_A, layout=gl.SliceLayout(0, a_layout)), low)
-    kb = slot_keys(RING_A + gl.arange(0, RING_B, layout=gl.SliceLayout(0, b_layout)), low)
-    sa = gl.where(seen_by(ka, begin, stop, a_rows, ONE_QUERY), sa, float("-inf"))
-    sb = gl.where(seen_by(kb, begin, stop, b_rows, ONE_QUERY), sb, float("-inf"))
+    sa = keep_window(sa, 0, low, begin, stop, ONE_QUERY)
+    sb = keep_window(sb, RING_A, low, begin, stop, ONE_QUERY)
     m = gl.maximum(gl.max(sa, 1), gl.convert_layout(gl.max(sb, 1), a_rows))
     if TILES == 1:
         entry = gl.arange(0, BE, layout=gl.SliceLayout(0, e_layout))
         if ONE_QUERY:
-            visible = (entry < seen)[None, :]
+            se = keep(se, entry < seen)
         else:
-            visible = entry[None, :] < gl.convert_layout(seen, e_rows)[:, None]
-        se = gl.where(visible, se, float("-inf"))
+            se = gl.where(entry[None, :] < gl.convert_layout(seen, e_rows)[:, None], se, float("-inf"))
         m = gl.maximum(m, gl.convert_layout(gl.max(se, 1), a_rows))
     m = gl.maximum(m * scale2, -1.0e30)  # finite, where a row sees no key
     sa = gl.exp2(sa * scale2 - m[:, None])
@@ -188,6 +220,7 @@ def tile_forward(
     writes = (rc < row_end)[:, None]
     o_zero = gl.zeros([64, CHUNK], gl.float32, layout=o_layout)
     for g in range(D // CHUNK // 4):
+        z = opaque_zero(z, g, zero, D)
         current = output_chunk(0, g, pa, pb, pe, o_zero, z, ring_a, ring_b, entry_s, ENTRIES)
         for c in gl.static_range(4):
             if c < 3:
@@ -216,12 +249,11 @@ def consumer(
         row_end = last.to(gl.int64) * N
         take_keys(step, k_full)
         for tile in range((tiles_before & 1) ^ X, tiles, 2):
-            # Opaque zero, as in fwd_kernel.py; without it what depends on `low` alone is kept in registers across tiles, 36 of them
             row = query.to(gl.int64) * N + tile * 64
-            z = tile * zero
+            z = tile * zero  # added to `low` it keeps what depends on that alone out of registers across tiles
             tile_forward(
-                row, row_end, query, step, low + z, cmp_begin, turn, z, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full,
-                empty, staged, facts, sink_s, N, D, ENTRIES, SINKS, PAIRS,
+                row, row_end, query, step, low + z, cmp_begin, turn, z, zero, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots,
+                full, empty, staged, facts, sink_s, N, D, ENTRIES, SINKS, PAIRS,
             )  # fmt: skip
             turn += 1
         free_keys(step, k_empty)

@@ -40,11 +40,11 @@ def with_sink(m, l, sink, SINKS: gl.constexpr):
 
 @gluon.jit
 def finished(
-    X: gl.constexpr, acc, m, l, row, group, parity, lse, sinks, sum_s, sum_full, dtype: gl.constexpr, N: gl.constexpr, SINKS: gl.constexpr
+    X: gl.constexpr, a, b, m, l, row, group, parity, lse, sinks, sum_s, sum_full, dtype: gl.constexpr, N: gl.constexpr, SINKS: gl.constexpr
 ):
-    """Warpgroup X's half of D of a task's output, in 16 bits; warpgroup 0 writes the LSE."""
+    """Warpgroup X's two parts of D of a task's output, in 16 bits; warpgroup 0 writes the LSE."""
     s_rows: gl.constexpr = m.type.layout
-    o_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, a.type.layout)
     h = group * 64 + gl.arange(0, 64, layout=s_rows)
     sink = load_sink(sinks, h, h < N, SINKS)
     mbarrier.wait(sum_full[1 - X], parity)
@@ -52,35 +52,36 @@ def finished(
     inverse, total = with_sink(m, l, sink, SINKS)
     if X == 0:
         gl.store(lse + row.to(gl.int64) * N + h, total, mask=h < N)
-    return (acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype)
+    inverse = gl.convert_layout(inverse, o_rows)[:, None]
+    return (a * inverse).to(dtype), (b * inverse).to(dtype)
 
 
 @gluon.jit
-def halves(value, HALF: gl.constexpr):
-    """value [64, 2 HALF] as its first and last HALF columns."""
-    return value.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+def store_pair(x, a, b, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    """As store_through, WIDTH at most 64."""
+    if WIDTH < 64:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], staged.dtype)
+        staged = staged._reinterpret(staged.dtype, [64, WIDTH], layout)
+        other = other._reinterpret(other.dtype, [64, WIDTH], layout)
+    staged.store(a)
+    store_heads(x, staged, row, group, first, N, D, WIDTH)
+    other.store(b)
+    store_heads(x, other, row, group, first + WIDTH, N, D, WIDTH)
 
 
 @gluon.jit
-def store_pair(x, value, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr):
-    """value [64, 128] as store_through."""
-    left, right = halves(value, 64)
-    staged.store(left)
-    store_heads(x, staged, row, group, first, N, D, 64)
-    other.store(right)
-    store_heads(x, other, row, group, first + 64, N, D, 64)
+def store_halves(x, a, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr):
+    """a [64, 128] as store_through."""
+    left, right = a.reshape([64, 2, 64]).permute((0, 2, 1)).split()
+    store_pair(x, left, right, staged, other, row, group, first, N, D, 64)
 
 
 @gluon.jit
-def store_through(x, value, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
-    """value [64, WIDTH], WIDTH 64, 128 or 256, to channels from `first` on of 64 heads of x [rows, N, D], 64 at a time through staged and other
-    [64, 64] in turn, so that the stores to device memory are whole rows."""
-    if WIDTH == 256:
-        left, right = halves(value, 128)
-        store_pair(x, left, staged, other, row, group, first, N, D)
-        store_pair(x, right, staged, other, row, group, first + 128, N, D)
-    elif WIDTH == 128:
-        store_pair(x, value, staged, other, row, group, first, N, D)
+def store_through(x, a, b, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    """a and b [64, WIDTH], WIDTH 32, 64 or 128, to channels from `first` on of 64 heads of x [rows, N, D], at most 64 at a time through staged
+    and other [64, 64] in turn, so that the stores to device memory are whole rows."""
+    if WIDTH == 128:
+        store_halves(x, a, staged, other, row, group, first, N, D)
+        store_halves(x, b, staged, other, row, group, first + WIDTH, N, D)
     else:
-        staged.store(value)
-        store_heads(x, staged, row, group, first, N, D, 64)
+        store_pair(x, a, b, staged, other, row, group, first, N, D, WIDTH)

@@ -11,24 +11,33 @@ from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.fwd import ALL, SELECTED, mode_of
 from sparse_attn.shared_kv.hopper.core import HEADS, laid_out, programs
 from sparse_attn.shared_kv.hopper.dense import dense_supports
-from sparse_attn.shared_kv.hopper.fwd_kernel import hopper_fwd_kernel
+from sparse_attn.shared_kv.hopper.fwd_kernel import ANEW, MAXIMUM, NOTHING, PROGRAMS_MAX, hopper_fwd_kernel
 from sparse_attn.shared_kv.hopper.tasks import BN
 from sparse_attn.shared_kv.places import places_of
 from sparse_attn.shared_kv.used import used_of
 
 
+def forms_of(dtype: torch.dtype) -> tuple[int, ...]:
+    """The kernels that a forward launches, one after the other: see fwd_kernel.py."""
+    return (NOTHING.value, ANEW.value) if dtype == torch.bfloat16 else (MAXIMUM.value,)
+
+
 @cache
-def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool) -> Spec:
+def forward_spec(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool, form: int) -> Spec:
     x = f"*{TRITON_DTYPE[dtype]}"
     return Spec(
         hopper_fwd_kernel,
         types={
-            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "used": "*i32", "out": x,
+            "q": x, "ori_kv": x, "cmp_kv": x, "indices": "*i32", "sinks": "*fp32", "places": "*i32", "used": "*i32", "anew": "*i32", "out": x,
             "lse": "*fp32", "rows": "i32", "tasks": "i32", "K": "i32", "zero": "i32", "scale": "fp32",
         },
-        consts={"N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "BN": BN},
+        consts={"N": N, "D": D, "COMPRESSED": compressed, "SINKS": sinks, "FORM": form, "BN": BN},
         targets=("cuda",),
     )  # fmt: skip
+
+
+def forward_specs(dtype: torch.dtype, N: int, D: int, compressed: int, sinks: bool) -> list[Spec]:
+    return [forward_spec(dtype, N, D, compressed, sinks, form) for form in forms_of(dtype)]
 
 
 def attention_fwd(
@@ -58,10 +67,13 @@ def attention_fwd(
     cmp_kv = q if cmp_kv is None else laid_out(cmp_kv)
     indices = places if cmp_indices is None else cmp_indices.contiguous()
     used = used_of(indices, places) if mode == SELECTED else places
-    spec = forward_spec(q.dtype, N, D, mode, sinks is not None)
+    specs = forward_specs(q.dtype, N, D, mode, sinks is not None)
     sinks = lse if sinks is None else sinks.contiguous()
     tasks = rows * triton.cdiv(N, HEADS)
-    spec.launch((programs(tasks, q.device),), q, ori_kv, cmp_kv, indices, sinks, places, used, out, lse, rows, tasks, K, 0, scale)
+    grid = min(programs(tasks, q.device), PROGRAMS_MAX.value)
+    anew = torch.empty(grid, dtype=torch.int32, device=q.device) if len(specs) > 1 else places
+    for spec in specs:
+        spec.launch((grid,), q, ori_kv, cmp_kv, indices, sinks, places, used, anew, out, lse, rows, tasks, K, 0, scale)
     if return_cmp_probs and mode == SELECTED:  # otherwise there is no entry that a slot could hold
         from sparse_attn.shared_kv.hopper.probs import slot_probs
 

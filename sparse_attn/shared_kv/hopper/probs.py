@@ -47,14 +47,14 @@ def consumer(
         h = group * 64 + gl.arange(0, 64, layout=s_rows)
         # an LSE of +inf makes a padded head, and one whose sink takes all, weigh nothing
         lse2 = gl.load(lse + row.to(gl.int64) * N + h, mask=h < N, other=float("inf")) * 1.4426950408889634
-        mbarrier.wait(q_full[0], q_phase)
-        mbarrier.wait(q_full[1], q_phase)
+        for part in gl.static_range(4):
+            mbarrier.wait(q_full[part], q_phase)
         for i in range(num_pairs):
             z = i * zero
             _, valid = tile_keys(indices, first_slot, 2 * i + X, n, ranges, True, BN)
             s = scores(X, z, q_s, k_s, k_full, phase, s_zero)
-            mbarrier.arrive(k_empty[2 * X], count=1)
-            mbarrier.arrive(k_empty[2 * X + 1], count=1)
+            for part in gl.static_range(4):
+                mbarrier.arrive(k_empty[4 * X + part], count=1)
             if i + 1 == num_pairs:
                 mbarrier.arrive(q_empty, count=1)
             p = gl.where(valid[None, :], gl.exp2(s * scale2 - lse2[:, None]), 0.0)
@@ -69,13 +69,13 @@ def hopper_probs_kernel(
     q, cmp_kv, indices, places, used, lse, probs, rows, tasks, K, zero, scale, N: gl.constexpr, D: gl.constexpr, BN: gl.constexpr
 ):  # fmt: skip
     """probs [groups of heads, rows, K]: a group's share of the mean. Slots from `used` on are left as they are."""
-    DH: gl.constexpr = D // 2
+    DP: gl.constexpr = D // 4
     dtype: gl.constexpr = q.dtype.element_ty
     scale2 = scale * 1.4426950408889634
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DH], dtype)
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DH], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [2, 64, DH], q_layout)
-    k_s = gl.allocate_shared_memory(dtype, [4, BN, DH], k_layout)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DP], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DP], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [4, 64, DP], q_layout)
+    k_s = gl.allocate_shared_memory(dtype, [8, BN, DP], k_layout)
     q_full, q_empty, k_full, k_empty = new_copy_barriers()
     gl.warp_specialize(
         [

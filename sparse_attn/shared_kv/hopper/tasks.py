@@ -38,52 +38,58 @@ def gather_tasks(
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """The producer: q and the keys of all tasks. Without WINDOW the compressed keys alone (probs.py)."""
-    DH: gl.constexpr = D // 2
-    layout: gl.constexpr = copy_layout_for(DH)
+    DP: gl.constexpr = D // 4
+    layout: gl.constexpr = copy_layout_for(DP)
     n = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, DH, layout=gl.SliceLayout(0, layout))
+    d = gl.arange(0, DP, layout=gl.SliceLayout(0, layout))
     empty_phase = 1  # the first wait on an "empty" barrier must pass at once
     q_phase = 1
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         row, group, num_pairs, ranges = task_of(task, rows, places, used, N, COMPRESSED, WINDOW, BN)
         first_slot = row.to(gl.int64) * K
         mbarrier.wait(q_empty, q_phase)
-        for half in gl.static_range(2):
-            copy_heads(q, row, group, half * DH, q_s, zero + half, q_full[half], N, D, DH)
+        for part in gl.static_range(4):
+            copy_heads(q, row, group, part * DP, q_s, zero + part, q_full[part], N, D, DP)
         for i in range(num_pairs):
             z = i * zero
             for tile in gl.static_range(2):
                 ptrs, valid = tile_pointers(ori_kv, cmp_kv, indices, first_slot, 2 * i + tile, n, d, ranges, D, COMPRESSED == 2, BN)
-                for half in gl.static_range(2):
-                    mbarrier.wait(k_empty[2 * tile + half], empty_phase)
-                    if tile == 0:
-                        async_copy.async_copy_global_to_shared(k_s.index(z + half), ptrs + half * DH, mask=valid)
-                    elif pair_is_whole(i, ranges, BN):
-                        async_copy.async_copy_global_to_shared(k_s.index(z + 2 + half), ptrs + half * DH, mask=valid)
-                    async_copy.mbarrier_arrive(k_full[2 * tile + half], increment_count=False)
+                for part in gl.static_range(4):
+                    mbarrier.wait(k_empty[4 * tile + part], empty_phase)
+                    if pair_is_whole(i, ranges, BN) | (tile == 0):
+                        async_copy.async_copy_global_to_shared(k_s.index(z + 4 * tile + part), ptrs + part * DP, mask=valid)
+                    async_copy.mbarrier_arrive(k_full[4 * tile + part], increment_count=False)
             empty_phase = empty_phase ^ 1
         q_phase = q_phase ^ 1
 
 
 @gluon.jit
+def four_barriers(count: gl.constexpr):
+    return (new_barrier(count), new_barrier(count), new_barrier(count), new_barrier(count))
+
+
+@gluon.jit
 def new_copy_barriers():
     """q_full, q_empty, k_full, k_empty between gather_tasks and its two consumers."""
-    q_full = (new_barrier(128), new_barrier(128))
+    q_full = four_barriers(128)
     q_empty = new_barrier(2)
-    k_full = (new_barrier(128), new_barrier(128), new_barrier(128), new_barrier(128))
-    k_empty = (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1))
-    return q_full, q_empty, k_full, k_empty
+    a, b, c, d = four_barriers(128)
+    e, f, g, h = four_barriers(128)
+    k_full = (a, b, c, d, e, f, g, h)
+    a, b, c, d = four_barriers(1)
+    e, f, g, h = four_barriers(1)
+    return q_full, q_empty, k_full, (a, b, c, d, e, f, g, h)
 
 
 @gluon.jit
 def issue_scores(X: gl.constexpr, z, q_s, k_s, k_full, phase, s_zero):
-    """S = q K^T of the even (X = 0) or odd tile of a pair, D half by D half as they arrive; issued and not waited for."""
-    mbarrier.wait(k_full[2 * X], phase)
-    fence_async_shared()
-    s = warpgroup_mma(q_s.index(z), k_s.index(z + 2 * X).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-    mbarrier.wait(k_full[2 * X + 1], phase)
-    fence_async_shared()
-    return warpgroup_mma(q_s.index(z + 1), k_s.index(z + 2 * X + 1).permute((1, 0)), s, is_async=True)
+    """S = q K^T of the even (X = 0) or odd tile of a pair, part by part of D as they arrive; issued and not waited for."""
+    s = s_zero
+    for part in gl.static_range(4):
+        mbarrier.wait(k_full[4 * X + part], phase)
+        fence_async_shared()
+        s = warpgroup_mma(q_s.index(z + part), k_s.index(z + 4 * X + part).permute((1, 0)), s, use_acc=part > 0, is_async=True)
+    return s
 
 
 @gluon.jit
