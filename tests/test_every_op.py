@@ -81,3 +81,13 @@ def test_meta_tensors_give_shapes(name, impl):
     assert [(t.shape, t.dtype, t.device.type) for t in got] == [(t.shape, t.dtype, "meta") for t in want]
     grads = torch.autograd.grad([t for t in got if t.requires_grad], tensors, [torch.empty_like(t) for t in got if t.requires_grad])
     assert [g.shape for g in grads] == [t.shape for t in tensors]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", OPS)
+def test_the_specification_compiles_as_one_graph(name, device):
+    """The baseline of every bench: what it calls has to be known to the oldest torch that is supported, too."""
+    torch._dynamo.reset()
+    graph = torch.compile(lambda *tensors: outputs(name, tensors, "eager"), fullgraph=True, backend="aot_eager")
+    for got, want in zip(graph(*leaves(name, device)), outputs(name, leaves(name, device), "eager"), strict=True):
+        torch.testing.assert_close(got, want)
