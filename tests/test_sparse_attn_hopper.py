@@ -46,6 +46,11 @@ CASES = (
     case("swa_16_dense_d256", "swa", 16, 256, S=141, q_offset=-9, B=2, window=128),
     case("swa_64_dense_steps", "swa", 64, 256, S=1403, window=31, sinks="none"),  # programs of two steps and more
     case("swa_128_dense", "swa", 128, 512, S=133, window=100),
+    # up to 128 entries, which stream: all of a tile's rows see 64 at most, or more; a sequence that passes from the one to the other
+    case("cfa_64_streamed", "cfa", 64, 512, S=333, cmp_ratio=3, window=128),
+    case("cfa_128_streamed_fp16", "cfa", 128, 512, FP16, S=161, B=2, cmp_ratio=3, window=90),
+    case("cfa_20_streamed", "cfa", 20, 512, S=97, B=3, cmp_ratio=1, window=128, sinks="extreme"),
+    case("cfa_3_streamed_d256", "cfa", 3, 256, S=301, S2=340, q_offset=(60,), cmp_ratio=3, window=37, sinks="none"),
     case("scfa_64_no_slots", "scfa", 64, 512, S=77, K=0, cmp_ratio=7, window=40),  # entries that no list names
     case("cfa_20_negative_scale", "cfa", 20, 512, S=77, cmp_ratio=7, window=40, softmax_scale=-0.05),  # left to the general kernel
     case("scfa_16_d256", "scfa", 16, 256, FP16, S=131, K=70, window=45),

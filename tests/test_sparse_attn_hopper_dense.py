@@ -18,36 +18,58 @@ def run_bounds(one, length, runs):
     return tuple(batch * length + min(16 * x, length) for x in begins)
 
 
-@pytest.mark.parametrize(("runs", "S", "window"), [(3, 40, 128), (2, 70, 9), (1, 20, 30)])
-def test_sums_of_halos(kernel_device, runs, S, window):
-    """Every key that two runs see or more gets its sums in the order of the runs, no other one is touched; what no run wrote is NaN."""
-    from sparse_attn.shared_kv.hopper.dense_halo import halo_sum_spec
+@pytest.mark.parametrize(("runs", "S", "window", "entries"), [(3, 40, 128, 0), (2, 70, 9, 3), (1, 20, 30, 5)])
+def test_totals(kernel_device, runs, S, window, entries, monkeypatch):
+    """Every key that two runs see or more gets its sums in the order of the runs, every other one its own; entries get those of the runs that have
+    them; what no run wrote is NaN. Shares of the sinks in two steps."""
+    from sparse_attn.shared_kv.hopper import dense_totals
     from sparse_attn.shared_kv.places import places_of
+    from tests.op_checks import poison_empty
 
-    D, batches = 16, 2
+    poison_empty(monkeypatch)
+    D, N, batches, stride = 128, 3, 2, 8
     q, ori = torch.zeros(batches, S, 1, D, device=kernel_device), torch.zeros(batches, S + 5, D, device=kernel_device)
-    places = places_of(q, ori, None, None, None, None, None, 3, 0, window)
+    table = places_of(q, ori, None, None, None, None, None, 3, 0, window).tolist()
     generator = torch.Generator().manual_seed(0)
-    halo = torch.full((runs * batches, RING, D), torch.nan)
-    dori = torch.randn((batches * (S + 5), D), generator=generator)
-    want, table = dori.clone(), places.tolist()
-    for one in range(1, runs * batches):
+    every = runs * batches
+    halo, part = torch.full((every, RING, D), torch.nan), torch.full((every, stride, D), torch.nan)
+    sums = torch.randn((batches * (S + 5), D), generator=generator)
+    want, want_entries = sums.clone(), torch.zeros(batches, max(1, entries), D)
+    bounds = torch.zeros((every, 4), dtype=torch.int32)
+    for one in range(every):
         first, end = run_bounds(one, S, runs)
+        has = max(1, entries - one % runs)  # the first runs of a batch see more of them here than the last
         if first < end:
-            for key in range(table[first][0], table[first - 1][1]):
+            bounds[one] = torch.tensor([table[first][0], table[first - 1][1] if one else 0, has, -1])
+            for key in range(table[first][0], table[first - 1][1] if one else 0):
                 halo[one, key % RING] = torch.randn(D, generator=generator)
                 want[key] += halo[one, key % RING]
-    dori = dori.to(kernel_device)
-    spec = halo_sum_spec(D)
-    spec.launch((runs * batches * spec.consts["KEYS"],), halo.to(kernel_device), places, dori, S, runs, runs * batches, 0)
-    assert dori.cpu().equal(want)
+            part[one, :has] = torch.randn((has, D), generator=generator)
+            want_entries[one // runs, :has] += part[one, :has] if entries else 0
+    rows = 70
+    lse, delta, sinks = (torch.randn(shape, generator=generator) for shape in ((rows, N), (rows, N), (N,)))
+    sinks[1] = torch.inf
+    dori, dcmp = (torch.full(shape, torch.nan, dtype=FP16) for shape in (sums.shape, (batches * entries, D)))
+    share, dsinks = torch.full((2, N), torch.nan), torch.full((N,), torch.nan)
+    on_device = [x.to(kernel_device) for x in (sums, halo, bounds, dori, part, dcmp if entries else dori, sinks, lse, delta, share)]
+    spec = dense_totals.dense_totals_spec(FP16, N, D, stride if entries else 0)
+    grid = 2 + -(-sums.shape[0] // spec.consts["BM"]) + batches * entries * (D // spec.consts["BD"])
+    spec.launch((grid,), *on_device, sums.shape[0], every, max(1, entries), runs, rows, 2)
+    dsinks = dsinks.to(kernel_device)
+    dense_totals.sink_total_spec(N).launch((1,), on_device[-1], dsinks, 2)
+    assert on_device[3].cpu().equal(want.to(FP16))
+    if entries:
+        torch.testing.assert_close(on_device[5].cpu().view(batches, entries, D).float(), want_entries, rtol=1e-3, atol=1e-3)
+    wanted = -(torch.exp(sinks - lse) * delta).sum(0)
+    wanted[1] = 0
+    torch.testing.assert_close(dsinks.cpu(), wanted)
 
 
 class ProbsInTorch:
     """Stands in for the kernel of P, dZ and dq."""
 
-    def __init__(self, dtype, N, D, compressed):
-        self.entries = 32 if compressed else 0
+    def __init__(self, dtype, N, D, entries):
+        self.entries = entries
 
     def launch(self, grid, q, ori_kv, cmp_kv, dout, lse, places, dq, p, dz, pe, dze, delta, rows, zero, scale):
         N, D = q.shape[-2:]
@@ -69,27 +91,29 @@ class ProbsInTorch:
             for x, entry, values in ((p, pe, weight), (dz, dze, ds)):
                 x[row][:, slots] = values[:, : end - begin].to(x.dtype)
                 if self.entries:
+                    assert last - first <= self.entries
                     entry[row][:, : last - first] = values[:, end - begin :].to(x.dtype)
 
 
 class KeysInTorch:
     """Stands in for the kernel of the keys' gradients: a run's keys that queries before it have seen go to its halo, the others to dori."""
 
-    def __init__(self, dtype, N, D, compressed):
-        self.entries = 32 if compressed else 0
+    def __init__(self, dtype, N, D, entries, stride):
+        self.entries, self.stride = entries, stride
 
-    def launch(self, grid, q, dout, p, dz, pe, dze, places, dori, halo, part, length, runs, before, zero):
+    def launch(self, grid, q, dout, p, dz, pe, dze, places, dori, halo, part, bounds, length, runs, before, zero):
         rows, N, D = q.shape
         p, dz = (x[: rows * N * RING].view(rows * N, RING).float() for x in (p, dz))
         pe, dze = (x[: rows * N * self.entries].view(rows * N, self.entries).float() for x in (pe, dze))
         x, y = q.view(-1, D).float(), dout.reshape(-1, D).float()
         above = torch.as_strided(places, (rows + before, 4), (4, 1), places.storage_offset() - 4 * before).tolist()
-        assert grid[0] == rows // length * runs * (D // 256)
+        assert grid[0] == rows // length * runs * (D // 128)
         for one in range(rows // length * runs):
             first, end = run_bounds(one, length, runs)
             assert first < end
             of_run = slice(first * N, end * N)
             seen = above[first + before - 1][1] if first + before else 0
+            bounds[one, :3] = torch.tensor([above[first + before][0], seen, self.entries])
             for key in range(above[first + before][0], above[end + before - 1][1]):
                 seeing = [r for r in range(first, end) if above[r + before][0] <= key < above[r + before][1]]
                 if not seeing:
@@ -99,10 +123,10 @@ class KeysInTorch:
                 if key < seen:
                     halo[one, key % RING] = total
                 else:
-                    assert not dori[key].any()
+                    assert dori[key].isnan().all() or not dori[key].any()  # written by no other run
                     dori[key] = total
             if self.entries:
-                part.view(-1, self.entries, D)[one] = dze[of_run].T @ x[of_run] + pe[of_run].T @ y[of_run]
+                part.view(-1, self.stride, D)[one, : self.entries] = dze[of_run].T @ x[of_run] + pe[of_run].T @ y[of_run]
 
 
 @pytest.mark.interpret
@@ -112,9 +136,13 @@ class KeysInTorch:
     [
         ("swa", {}), ("swa", {"S2": 60, "q_offset": -9, "window": 128}), ("cfa", {}), ("cfa", {"q_offset": 40, "S2": 60, "sinks": "none"}),
         ("swa", {"docs_q": (7, 0, 20, 1, 9), "docs_ori": (7, 3, 31, 0, 30)}), ("swa", {"S": 0}), ("cfa", {"B": 0}), ("swa", {"S2": 0, "q_offset": 3}),
-        ("scfa", {"K": 0}),
+        ("scfa", {"K": 0}), ("cfa", {"S": 40, "cmp_ratio": 1}), ("cfa", {"S": 90, "cmp_ratio": 1}),
+        ("cfa", {"S": 50, "S2": 100, "q_offset": (60, -1), "cmp_ratio": 1}), ("cfa", {"B": 1, "S": 20, "S2": 100, "cmp_ratio": 1}),
     ],
-    ids=["swa", "swa offset", "cfa", "cfa offset", "swa pack", "no queries", "no batch", "no keys", "no slots"],
+    ids=[
+        "swa", "swa offset", "cfa", "cfa offset", "swa pack", "no queries", "no batch", "no keys", "no slots", "64 entries", "128 entries",
+        "128 entries, offsets", "the last of 128 entries",
+    ],
 )  # fmt: skip
 def test_launcher(mode, more, chunk, cores, monkeypatch):
     """Runs, pieces of 16 queries, halos of both, entries of every batch, dtypes."""
@@ -125,7 +153,8 @@ def test_launcher(mode, more, chunk, cores, monkeypatch):
     inputs = attention_inputs(one, dtype=FP16)
     dout = torch.randn(inputs["q"].shape, generator=torch.Generator().manual_seed(1)).to(FP16)
     want = expected(inputs, dout, mode)
-    monkeypatch.setattr(dense_bwd, "dense_pdz_spec", ProbsInTorch)
+    for name in ("dense_pdz_spec", "streamed_pdz_spec"):
+        monkeypatch.setattr(dense_bwd, name, ProbsInTorch)
     monkeypatch.setattr(dense_bwd, "dense_dkv_spec", KeysInTorch)
     monkeypatch.setattr(dense_bwd, "programs", lambda tasks, _: min(tasks, cores))
     if chunk is not None:
@@ -149,7 +178,7 @@ def test_launcher(mode, more, chunk, cores, monkeypatch):
         ("swa", 129, 0, 0, False, 256, "general 0"),
         ("swa", None, 0, 0, False, 256, "general 0"),
         ("cfa", 5, 2, 0, False, 256, "dense"),
-        ("cfa", 5, 1, 0, False, 256, "general 1"),  # more than 32 entries
+        ("cfa", 5, 1, 0, False, 256, "general 1"),  # more than 128 entries
         ("cfa", 5, 2, 0, True, 256, "general 1"),
         ("scfa", 5, 3, 4, False, 256, "general 2"),
         ("scfa", 5, 3, 0, False, 256, "dense"),  # no list names an entry
@@ -167,7 +196,7 @@ def test_which_backward_runs(mode, window, ratio, K, packed, D, kernel, monkeypa
 
     monkeypatch.setattr(bwd, "dense_attention_bwd", dense)
     monkeypatch.setattr(bwd, "backward_spec", general)
-    rows = {"docs_q": (30, 35)} if packed else {"B": 1, "S": 65}
+    rows = {"docs_q": (30, 35)} if packed else {"B": 1, "S": 129}
     one = AttentionCase("which", mode, N=2, D=D, K=K, cmp_ratio=max(ratio, 1), window=window, **rows)
     inputs = attention_inputs(one, dtype=FP16)
     tensors, options = arguments(inputs, one)
@@ -193,12 +222,27 @@ def test_edges_of_windows(window, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["swa", "cfa"])
-def test_pieces(mode, monkeypatch):
+@pytest.mark.parametrize("entries", [32, 33, 63, 64, 65, 127, 128])
+def test_edges_of_entries(entries, monkeypatch):
+    """As many as a form of the kernels has room for, one less, one more; steps of queries between which the number changes."""
+    from tests.op_checks import poison_empty
+
+    one = AttentionCase("edges", "cfa", N=64, D=512, B=1, S=11 * entries + 3, cmp_ratio=11, window=128)
+    inputs, dout = make(one, BF16)
+    want = expected(inputs, dout, "cfa")
+    poison_empty(monkeypatch)
+    got, again = run(inputs, one, dout, False), run(inputs, one, dout, True)
+    check(got, want, BF16)
+    assert all(x.equal(again[name]) for name, x in got.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "ratio"), [("swa", 0), ("cfa", 10), ("cfa", 3)])
+def test_pieces(mode, ratio, monkeypatch):
     """Queries done in pieces of 96, their keys added up across them: the same as at once but for the order of the sums, and bit-equal."""
     from sparse_attn.shared_kv.hopper import dense_bwd
 
-    one = AttentionCase("pieces", mode, N=64, D=512, B=2, S=301, cmp_ratio=10, window=128)
+    one = AttentionCase("pieces", mode, N=64, D=512, B=2, S=301, cmp_ratio=max(1, ratio), window=128)
     inputs, dout = make(one, BF16)
     want = expected(inputs, dout, mode)
     monkeypatch.setattr(dense_bwd, "CHUNK_BYTES", 96 * 4 * one.N * (RING + (32 if mode == "cfa" else 0)))

@@ -13,18 +13,25 @@ from kernel_runtime.launch import Spec
 TILE = 4096  # numbers of lse that a program reads: what the unified buffer of an Ascend core holds a few of
 
 
-@triton.jit(do_not_specialize=["rows"])
-def sink_gradient_kernel(sinks, lse, delta, part, rows, N: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr):
-    """part [programs, N]: what BM queries add to -sum exp(sink - LSE) * delta; an infinite sink is a constant."""
-    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+@triton.jit
+def sink_share(block, sinks, lse, delta, rows, N: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr):
+    """What queries block * BM to (block + 1) * BM - 1 add to -sum exp(sink - LSE) * delta, [NP]; an infinite sink is a constant."""
+    r = block * BM + tl.arange(0, BM)
     h = tl.arange(0, NP)
     offset = r[:, None] * N + h[None, :]
     sink = tl.load(sinks + h, mask=h < N, other=float("inf"))
     finite = (sink > float("-inf")) & (sink < float("inf"))
     on = (r < rows)[:, None] & finite[None, :]
     share = tl.exp(tl.where(finite, sink, 0.0)[None, :] - tl.load(lse + offset, mask=on, other=float("inf")))
-    total = tl.sum(share * tl.load(delta + offset, mask=on, other=0.0), 0)
-    tl.store(part + tl.program_id(0) * N + h, -total, mask=h < N)
+    return -tl.sum(share * tl.load(delta + offset, mask=on, other=0.0), 0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sink_gradient_kernel(sinks, lse, delta, part, rows, N: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr):
+    """part [programs, N]: a share of BM queries each."""
+    h = tl.arange(0, NP)
+    share = sink_share(tl.program_id(0).to(tl.int64), sinks, lse, delta, rows, N, NP, BM)
+    tl.store(part + tl.program_id(0) * N + h, share, mask=h < N)
 
 
 @cache

@@ -239,8 +239,11 @@ def copy_entries(cmp_kv, cmp_begin, entries, entry_s, D: gl.constexpr, ENTRIES: 
 
 
 @gluon.jit
-def key_producer(ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, told, k_full, k_empty, D: gl.constexpr, ENTRIES: gl.constexpr):
-    """Finds the steps, tells the others, and loads the keys that a step adds to those of the step before.
+def key_producer(
+    ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, told, k_full, k_empty, D: gl.constexpr, ENTRIES: gl.constexpr,
+    RESIDENT: gl.constexpr = True,
+):  # fmt: skip
+    """Finds the steps, tells the others, and loads the keys that a step adds to those of the step before, and entries that are RESIDENT.
 
     The step before may still be going on, as its keys are left alone; the one before that must be over. If the two do not fit into the ring
     together, or the entries change, all that is new is loaded once both are over.
@@ -260,7 +263,7 @@ def key_producer(ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, t
         kept = held_low
         anew = (low < held_low) | (low > held_high) | (high - held_low > RING)
         other = False
-        if ENTRIES > 0:
+        if RESIDENT and ENTRIES > 0:
             other = (cmp_begin != held_begin) | (entries != held_entries)
         if (anew | other) & (step > 0):
             wait_step(k_empty, step - 1, ((step - 1) >> 1) & 1)
@@ -269,7 +272,7 @@ def key_producer(ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, t
             blocks = 18
             kept = low
         copy_keys(ori_kv, block, blocks, low, high, kept, ring_a, ring_b, D)
-        if ENTRIES > 0:  # at compile time  # noqa: SIM102
+        if RESIDENT and ENTRIES > 0:  # at compile time  # noqa: SIM102
             if other:
                 copy_entries(cmp_kv, cmp_begin, entries, entry_s, D, ENTRIES)
                 held_begin = cmp_begin

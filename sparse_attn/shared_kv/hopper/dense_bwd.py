@@ -1,52 +1,87 @@
-"""Launcher of the dense backward for sm_90: dense_pdz.py (P, dZ, dq), dense_dkv.py (the keys' gradients), the sums that are left. The same
-for the fast and the deterministic mode: no atomics."""
+"""Launcher of the dense backward for sm_90: dense_pdz.py or dense_pdz_streamed.py (P, dZ, dq), dense_dkv.py (the keys' gradients), dense_totals.py
+(the sums that are left). The same for the fast and the deterministic mode: no atomics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import prod
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import triton
 
 from kernel_runtime.launch import Spec
 from sparse_attn.shared_kv.fwd import ALL, NONE
-from sparse_attn.shared_kv.hopper.bwd_cast import cast_spec, cast_sums
 from sparse_attn.shared_kv.hopper.core import laid_out, programs
 from sparse_attn.shared_kv.hopper.dense import ENTRIES_MAX, RING, UNIT, dense_supports
 from sparse_attn.shared_kv.hopper.dense_dkv import RUN_UNIT, SLICE, dense_dkv_spec
-from sparse_attn.shared_kv.hopper.dense_halo import halo_sum_spec
 from sparse_attn.shared_kv.hopper.dense_pdz import dense_pdz_spec
+from sparse_attn.shared_kv.hopper.dense_pdz_streamed import streamed_pdz_spec
+from sparse_attn.shared_kv.hopper.dense_totals import SHARES, dense_totals_spec, sink_total_spec
 from sparse_attn.shared_kv.places import places_of
-from sparse_attn.shared_kv.sinks import sink_gradient
 
 CHUNK_BYTES = 3 << 29  # P and dZ of what is done at once
+FEW, MANY = 64, 128  # entries that the streaming form of the first kernel takes
 
 
 def dense_bwd_supports(D: int, window: int | None, mode: int, cmp_kv: torch.Tensor | None, packed: bool) -> bool:
-    """As the forward's, without packs with entries: a run's entries are those of one sequence."""
+    """As the forward's, without packs with entries, whose runs would not be of one sequence, and with up to MANY entries."""
     if mode == NONE:
         return dense_supports(D, window, 0)
-    return mode == ALL and not packed and cmp_kv is not None and dense_supports(D, window, cmp_kv.shape[-2])
+    return mode == ALL and not packed and cmp_kv is not None and cmp_kv.shape[-2] <= MANY and dense_supports(D, window, 0)
 
 
-def pieces(batches: int, length: int, row_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """First row, length, first batch and number of batches of what is done at once: everything, or a part of a batch after the other."""
-    if batches * length * row_bytes <= CHUNK_BYTES:
-        yield 0, length, 0, batches
+class Piece(NamedTuple):
+    """Queries that are done at once: `number` batches from `batch` on, `length` queries from row `row` on of each, which see `entries` entries at
+    most, as many as kernels have room for."""
+
+    row: int
+    length: int
+    batch: int
+    number: int
+    entries: int
+
+
+def widths(length: int, entries: int, cmp_ratio: int, first: int | None) -> list[tuple[int, int]]:
+    """(end of queries, entries that kernels need for them) of a sequence of `length` queries, the first of them at position `first` (None: not known
+    here). Where a sequence sees more than FEW, the queries that do not yet are done apart."""
+    if entries <= ENTRIES_MAX:
+        return [(length, ENTRIES_MAX if entries else 0)]
+    few = 0 if first is None else ((FEW + 1) * cmp_ratio - 1 - first) // RUN_UNIT.value * RUN_UNIT.value
+    if entries <= FEW or few >= length:
+        return [(length, FEW)]
+    return [(few, FEW), (length, MANY)] if few > 0 else [(length, MANY)]
+
+
+def pieces(batches: int, length: int, row_bytes: Callable[[int], int], parts: list[tuple[int, int]]) -> Iterator[Piece]:
+    """Everything at once, or a part of a batch after the other: those of `widths`, each in chunks. row_bytes: of a query with that many entries."""
+    if len(parts) == 1 and batches * length * row_bytes(parts[0][1]) <= CHUNK_BYTES:
+        yield Piece(0, length, 0, batches, parts[0][1])
         return
-    chunk = max(1, CHUNK_BYTES // row_bytes // RUN_UNIT.value) * RUN_UNIT.value
     for batch in range(batches):
-        for begin in range(0, length, chunk):
-            yield batch * length + begin, min(chunk, length - begin), batch, 1
+        begin = 0
+        for end, entries in parts:
+            chunk = max(1, CHUNK_BYTES // row_bytes(entries) // RUN_UNIT.value) * RUN_UNIT.value
+            for row in range(begin, end, chunk):
+                yield Piece(batch * length + row, min(chunk, end - row), batch, 1, entries)
+            begin = end
+
+
+def pdz_spec(dtype: torch.dtype, N: int, D: int, entries: int) -> Spec:
+    return (dense_pdz_spec if entries <= ENTRIES_MAX else streamed_pdz_spec)(dtype, N, D, entries)
 
 
 def dense_backward_specs(dtype: torch.dtype, N: int, D: int) -> Iterator[Spec]:
-    for compressed in (False, True):
-        yield dense_pdz_spec(dtype, N, D, compressed)
-        yield dense_dkv_spec(dtype, N, D, compressed)
-    yield halo_sum_spec(D)
-    yield cast_spec(dtype, D, 2)
+    for entries in (0, ENTRIES_MAX, FEW, MANY):
+        yield pdz_spec(dtype, N, D, entries)
+        yield dense_totals_spec(dtype, N, D, entries)
+    for entries, most in ((0, 0), (ENTRIES_MAX, ENTRIES_MAX), (FEW, FEW), (FEW, MANY), (MANY, MANY)):
+        yield dense_dkv_spec(dtype, N, D, entries, most)
+    yield sink_total_spec(N)
+
+
+def all_keys_seen(S: int, S2: int, packed: bool, q_offsets: torch.Tensor | None, first: int, window: int | None) -> bool:
+    """Whether every key is seen by a query, as far as the shapes tell: else sums of keys begin with zeros."""
+    return not packed and q_offsets is None and window is not None and first < window and first + S >= S2
 
 
 def dense_attention_bwd(
@@ -55,43 +90,58 @@ def dense_attention_bwd(
     q_offset: int | None, scale: float, cmp_ratio: int, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As bwd.attention_bwd, for calls that dense_bwd_supports takes. Beside inputs and results at most CHUNK_BYTES for P and dZ, the fp32 sums
-    of the keys' gradients, and the runs' halos and sums of entries: 23 MiB on 132 multiprocessors (350 KiB a batch from 67 on, with entries)."""
+    of the keys' gradients, and the runs' halos and sums of entries: 288 KiB a run and 64 to 256, a quarter as many as there are multiprocessors at
+    D = 512 (one a batch, if these are more) to a piece."""
     N, D = q.shape[-2:]
     dtype, device = q.dtype, q.device
     q, dout, lse, ori_kv = (laid_out(x) for x in (q, dout, lse, ori_kv))
-    rows = lse.numel() // N
+    rows, keys, S, S2 = lse.numel() // N, ori_kv.numel() // D, q.shape[-3], ori_kv.shape[-2]
     cmp_shape: tuple[int, ...] = (0,) if cmp_kv is None else tuple(cmp_kv.shape)
     dq, dori_kv, dcmp_kv = torch.empty_like(q), torch.empty_like(ori_kv), torch.empty(cmp_shape, dtype=dtype, device=device)
-    sums = torch.zeros(ori_kv.numel() + prod(cmp_shape), dtype=torch.float32, device=device)
-    dori, dcmp = sums[: ori_kv.numel()].view(-1, D), sums[ori_kv.numel() :]
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    if not rows:
+        return dq, dori_kv.zero_(), dcmp_kv.zero_(), dsinks.zero_()
+    # lists without a slot see no entry, whatever there is of them
+    held = cmp_kv.shape[-2] if cmp_kv is not None and mode == ALL and dcmp_kv.numel() else 0
+    batches = q.shape[0] if held else 1  # without entries nothing depends on whose keys they are
+    first = S2 - S if q_offset is None else q_offset
+    parts = widths(rows // batches, held, cmp_ratio, None if q_offsets is not None else first)
+    most = parts[-1][1]
+    todo = list(pieces(batches, rows // batches, lambda entries: 2 * N * (RING.value + entries) * q.element_size(), parts))
+    slices = D // SLICE.value
+    tasks = [triton.cdiv(piece.length, RUN_UNIT.value) * piece.number * slices for piece in todo]
+    runs = [max(1, programs(n, device) // (piece.number * slices)) for n, piece in zip(tasks, todo)]
+    every = sum(n * piece.number for n, piece in zip(runs, todo))
+    seen = all_keys_seen(S, S2, cu_q is not None, q_offsets, first, window)
+    sums = (torch.empty if seen else torch.zeros)((keys, D), dtype=torch.float32, device=device)
+    halo = torch.empty((every, RING.value, D), dtype=torch.float32, device=device)
+    part = torch.empty((every, most, D), dtype=torch.float32, device=device) if held else halo
+    bounds = torch.empty((every, 4), dtype=torch.int32, device=device)
+    p, dz = (q.new_empty(max(x.length * x.number for x in todo) * N * RING.value) for _ in range(2))
+    pe, dze = (q.new_empty(max(x.length * x.number * x.entries for x in todo) * N) if held else p for _ in range(2))
+    places = places_of(q, ori_kv, cmp_kv, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, cmp_ratio, window)
+    cmp = laid_out(cmp_kv) if cmp_kv is not None and held else q  # stood in for where there is none
     delta = torch.empty_like(lse)
-    entries = ENTRIES_MAX if mode == ALL and dcmp.numel() else 0  # lists without a slot see no entry, whatever there is of them
-    batches = q.shape[0] if entries else 1  # without entries nothing depends on whose keys they are
-    pdz, dkv, halos = dense_pdz_spec(dtype, N, D, entries > 0), dense_dkv_spec(dtype, N, D, entries > 0), halo_sum_spec(D)
-    todo = list(pieces(batches, rows // max(1, batches), 2 * N * (RING.value + entries) * q.element_size()))
-    if rows:
-        places = places_of(q, ori_kv, cmp_kv, cu_q, cu_ori, cu_cmp, q_offsets, q_offset, cmp_ratio, window)
-        cmp = laid_out(cmp_kv) if cmp_kv is not None and entries else q  # stood in for where there is none
-        most = max(length * number for _, length, _, number in todo) * N
-        p, dz = (q.new_empty(most * RING.value) for _ in range(2))
-        pe, dze = (q.new_empty(most * entries) if entries else p for _ in range(2))
-        flat = [x.view(-1, N, *x.shape[q.dim() - 1 :]) for x in (q, dout, lse, dq, delta)]
-        slices = D // SLICE.value
-        for row0, length, batch0, number in todo:
-            count, before = length * number, int(row0 > 0)
-            q1, do1, lse1, dq1, delta1, places1 = (x[row0 : row0 + count] for x in (*flat, places))
-            grid = programs(triton.cdiv(count, UNIT.value), device)
-            pdz.launch((grid,), q1, ori_kv, cmp, do1, lse1, places1, dq1, p, dz, pe, dze, delta1, count, 0, scale)
-            units = triton.cdiv(length, RUN_UNIT.value)
-            runs = max(1, programs(units * number * slices, device) // (number * slices))
-            halo = torch.empty((number * runs, RING.value, D), dtype=torch.float32, device=device)
-            part = torch.empty((number, runs, entries, D), dtype=torch.float32, device=device) if entries else halo
-            dkv.launch((number * runs * slices,), q1, do1, p, dz, pe, dze, places1, dori, halo, part, length, runs, before, 0)
-            if number * runs > 1 or before:
-                halos.launch((number * runs * halos.consts["KEYS"],), halo, places1, dori, length, runs, number * runs, before)
-            if entries:
-                target = dcmp.view(batches, -1, D)[batch0 : batch0 + number]
-                target += part[:, :, : target.shape[1]].sum(1)
-    dsinks = q.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta) if rows else torch.zeros_like(sinks)
-    cast_sums(sums, dori_kv, dcmp_kv, 2)  # the order of the channels is their own
-    return dq, dori_kv, dcmp_kv, dsinks
+    flat = [x.view(-1, N, *x.shape[q.dim() - 1 :]) for x in (q, dout, lse, dq, delta)]
+    done = 0
+    for (row, length, _, number, entries), n in zip(todo, runs):
+        count, before = length * number, int(row > 0)
+        q1, do1, lse1, dq1, delta1, places1 = (x[row : row + count] for x in (*flat, places))
+        grid = programs(triton.cdiv(count, UNIT.value), device)
+        pdz = pdz_spec(dtype, N, D, entries)
+        pdz.launch((grid,), q1, ori_kv, cmp, do1, lse1, places1, dq1, p, dz, pe, dze, delta1, count, 0, scale)
+        dkv = dense_dkv_spec(dtype, N, D, entries, most)
+        dkv.launch((number * n * slices,), q1, do1, p, dz, pe, dze, places1, sums, halo[done:], part[done:], bounds[done:], length, n, before, 0)
+        done += number * n
+    totals = dense_totals_spec(dtype, N, D, most)
+    shares = 0 if sinks is None else min(SHARES, triton.cdiv(rows, totals.consts["BS"]))
+    share = torch.empty((max(1, shares), N), dtype=torch.float32, device=device)
+    grid = shares + triton.cdiv(keys, totals.consts["BM"]) + batches * held * (D // totals.consts["BD"])
+    if grid:
+        totals.launch(
+            (grid,), sums, halo, bounds, dori_kv, part, dcmp_kv if held else dori_kv, lse if sinks is None else sinks.contiguous(), lse, delta, share,
+            keys, every, max(1, held), every // batches, rows, shares,
+        )  # fmt: skip
+    if shares:
+        sink_total_spec(N).launch((1,), share, dsinks, shares)
+    return dq, dori_kv, dcmp_kv if held else dcmp_kv.zero_(), dsinks

@@ -1,18 +1,18 @@
-"""Kernel 2 of the dense backward for sm_90: the keys' gradients from P and dZ of dense_pdz.py, dKV^T = q^T dZ + dO^T P. Key-stationary.
+"""Kernel 2 of the dense backward for sm_90: the keys' gradients from P and dZ of kernel 1, dKV^T = q^T dZ + dO^T P. Key-stationary.
 
-A program takes a run of queries and SLICE channels, and walks through the run's tiles of 64 (query, head) rows with dKV^T [channels, 144 keys]
-of all keys in sight in registers, two consumers with half of the channels each. The 144 keys are nine blocks of 16, block k being the keys
+A program takes a run of queries and 128 channels, and walks through the run's tiles of 64 (query, head) rows with dKV^T [channels, 144
+keys] of all keys in sight in registers, two consumers with half of the channels each. The 144 keys are nine blocks of 16, block k being the keys
 [16 (base + k), 16 (base + k + 1)). When the next step's first key lies in a later block, the first block is written out, the others move down by
 one (a renaming of registers) and the last starts from zero. So a key leaves the chip once a run, not once a query, and without atomics.
 
-A key that runs before this one have seen as well goes to the run's halo [144, D] (slot key % 144), the others to dori; dense_halo.py then adds the
-halos in the order of the runs. Entries are summed up over the whole run, [32, D]. Hence the same bits on every run.
+A key that runs before this one have seen as well goes to the run's halo [144, D] (slot key % 144), the others to dori; dense_totals.py then adds
+the halos in the order of the runs. Entries are summed up over the whole run, [32, 64 or 128, D]. Hence the same bits on every run.
 
 P and dZ [rows, 144] lie in slots key % 144, so that both kernels may cut the queries into steps as they like: block k of the window is block
 (base + k) % 9 of memory. Within a block of 16, column 8 j + 2 lane + e stands at 4 lane + 2 j + e (what a thread of kernel 1 holds is 8 bytes).
 
-Every tile is two items X^T Y: (q, dZ) and (dO, P), X [64, SLICE] and Y [64, 144 (+ 32)]. One producer fills a ring of two tiles.
-Shared memory at D = 512: 200 KB, 216 with entries.
+Every tile is two items X^T Y: (q, dZ) and (dO, P), X [64, 128] and Y [64, 144 and the entries]. One producer fills a ring of two tiles.
+Shared memory: 136 KB; with 32, 64, 128 entries 152, 168, 200.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.hopper.core import copy_layout_for, new_barrier
-from sparse_attn.shared_kv.hopper.dense import CHUNK, ENTRIES_MAX, RING, RING_A
+from sparse_attn.shared_kv.hopper.dense import CHUNK, RING, RING_A
 
-SLICE = gl.constexpr(256)  # channels of a program
+SLICE = gl.constexpr(128)  # channels of a program: with 256 and entries, registers spill
 BLOCK = gl.constexpr(16)  # keys of a block
 BLOCKS = gl.constexpr(9)
 RUN_UNIT = gl.constexpr(16)  # runs begin at multiples of this: then a step of a long sequence is 16 queries
@@ -84,7 +85,7 @@ def fill_item(x, y, ye, row, row_end, slice0, base, stage, xs, ya, yb, ys, D: gl
     from_b = (base + BLOCKS - 1) % BLOCKS * BLOCK + cb
     async_copy.async_copy_global_to_shared(yb.index(stage), y + (row + nb)[:, None] * RING + from_b[None, :], mask=on_b)
     if ENTRIES > 0:
-        e_layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+        e_layout: gl.constexpr = copy_layout_for(ENTRIES)
         ne = gl.arange(0, 64, layout=gl.SliceLayout(1, e_layout))
         ce = gl.arange(0, ENTRIES, layout=gl.SliceLayout(0, e_layout))
         on_e = (row + ne < row_end)[:, None]
@@ -194,32 +195,26 @@ def write_blocks(a, b, d, base, target, halo, held_low, held_high, seen_before, 
 
 
 @gluon.jit
-def add_item(
-    item: gl.constexpr, X: gl.constexpr, odd, phase, z, a0, b0, a1, b1, e0, e1, xs, ya, yb, ys, full, ENTRIES: gl.constexpr
-):  # fmt: skip
+def add_item(item: gl.constexpr, X: gl.constexpr, odd, phase, z, a, b, e, xs, ya, yb, ys, full, ENTRIES: gl.constexpr):
     mbarrier.wait(full[item], phase, pred=odd == 0)
     mbarrier.wait(full[2 + item], phase, pred=odd == 1)
     fence_async_shared()
     stage = odd * 2 + item + z
-    x0 = xs.index(stage * (SLICE // CHUNK) + 2 * X).permute((1, 0))
-    x1 = xs.index(stage * (SLICE // CHUNK) + 2 * X + 1).permute((1, 0))
-    a0 = warpgroup_mma(x0, ya.index(stage), a0, is_async=True)
-    b0 = warpgroup_mma(x0, yb.index(stage), b0, is_async=True)
-    a1 = warpgroup_mma(x1, ya.index(stage), a1, is_async=True)
-    b1 = warpgroup_mma(x1, yb.index(stage), b1, is_async=True)
+    x = xs.index(stage * (SLICE // CHUNK) + X).permute((1, 0))
+    a = warpgroup_mma(x, ya.index(stage), a, is_async=True)
+    b = warpgroup_mma(x, yb.index(stage), b, is_async=True)
     if ENTRIES > 0:
-        e0 = warpgroup_mma(x0, ys.index(stage), e0, is_async=True)
-        e1 = warpgroup_mma(x1, ys.index(stage), e1, is_async=True)
-    return a0, b0, a1, b1, e0, e1
+        e = warpgroup_mma(x, ys.index(stage), e, is_async=True)
+    return a, b, e
 
 
 @gluon.jit
-def products_done(LEFT: gl.constexpr, a0, b0, a1, b1, e0, e1, ENTRIES: gl.constexpr):
+def products_done(LEFT: gl.constexpr, a, b, e, ENTRIES: gl.constexpr):
     if ENTRIES > 0:
-        a0, b0, a1, b1, e0, e1 = warpgroup_mma_wait(LEFT, deps=[a0, b0, a1, b1, e0, e1])
+        a, b, e = warpgroup_mma_wait(LEFT, deps=[a, b, e])
     else:
-        a0, b0, a1, b1 = warpgroup_mma_wait(LEFT, deps=[a0, b0, a1, b1])
-    return a0, b0, a1, b1, e0, e1
+        a, b = warpgroup_mma_wait(LEFT, deps=[a, b])
+    return a, b, e
 
 
 @gluon.jit
@@ -232,22 +227,19 @@ def free_item(item: gl.constexpr, odd, empty):
 
 @gluon.jit
 def consumer(
-    X: gl.constexpr, run, side, places, dori, halo, part, length, runs, before, zero, xs, ya, yb, ys, full, empty,
-    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr,
+    X: gl.constexpr, run, side, places, dori, halo, part, bounds, length, runs, before, zero, xs, ya, yb, ys, full, empty,
+    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
     BE: gl.constexpr = max(16, ENTRIES)
     a_layout: gl.constexpr = width(RING_A)
     b_layout: gl.constexpr = width(BLOCK)
     e_layout: gl.constexpr = width(BE)
     query, run_end = run_of(run, length, runs)
-    d0 = side * SLICE + X * 128
+    d0 = side * SLICE + X * CHUNK
     halo += run.to(gl.int64) * RING * D
-    a0 = gl.zeros([64, RING_A], gl.float32, layout=a_layout)
-    a1 = gl.zeros([64, RING_A], gl.float32, layout=a_layout)
-    b0 = gl.zeros([64, BLOCK], gl.float32, layout=b_layout)
-    b1 = gl.zeros([64, BLOCK], gl.float32, layout=b_layout)
-    e0 = gl.zeros([64, BE], gl.float32, layout=e_layout)
-    e1 = gl.zeros([64, BE], gl.float32, layout=e_layout)
+    a = gl.zeros([64, RING_A], gl.float32, layout=a_layout)
+    b = gl.zeros([64, BLOCK], gl.float32, layout=b_layout)
+    e = gl.zeros([64, BE], gl.float32, layout=e_layout)
     nothing = gl.zeros([64, BLOCK], gl.float32, layout=b_layout)
     held_low = 0
     seen_before = 0  # keys below this one were seen by runs before, or by queries before the first row
@@ -255,16 +247,18 @@ def consumer(
         held_low = gl.load(places + query.to(gl.int64) * 4)
         if query + before > 0:
             seen_before = gl.load(places + query.to(gl.int64) * 4 - 3)
+    if (X == 0) & (side == 0):
+        gl.store(bounds + run * 4, held_low)
+        gl.store(bounds + run * 4 + 1, seen_before)
+        gl.store(bounds + run * 4 + 2, ENTRIES)
     held = held_low // BLOCK
     held_high = held_low
     g = 0
     while query < run_end:
         last, base, high = key_step(query, run_end, places)
         for i in range(gl.minimum(base - held, BLOCKS)):
-            v0, a0, b0 = shift(a0, b0, nothing)
-            v1, a1, b1 = shift(a1, b1, nothing)
-            write_block(v0, d0, held + i, dori, halo, held_low, held_high, seen_before, D)
-            write_block(v1, d0 + 64, held + i, dori, halo, held_low, held_high, seen_before, D)
+            v, a, b = shift(a, b, nothing)
+            write_block(v, d0, held + i, dori, halo, held_low, held_high, seen_before, D)
         held = base
         held_high = gl.maximum(held_high, high)
         tiles = gl.cdiv((last - query) * N, 64)
@@ -273,31 +267,32 @@ def consumer(
             phase = (g >> 1) & 1
             z = tile * zero  # opaque zero, as in fwd.py
             # the products may not run on into the next pass: ptxas would wait for each of them
-            a0, b0, a1, b1, e0, e1 = add_item(0, X, odd, phase, z, a0, b0, a1, b1, e0, e1, xs, ya, yb, ys, full, ENTRIES)
-            a0, b0, a1, b1, e0, e1 = add_item(1, X, odd, phase, z, a0, b0, a1, b1, e0, e1, xs, ya, yb, ys, full, ENTRIES)
-            a0, b0, a1, b1, e0, e1 = products_done(6 if ENTRIES else 4, a0, b0, a1, b1, e0, e1, ENTRIES)
+            a, b, e = add_item(0, X, odd, phase, z, a, b, e, xs, ya, yb, ys, full, ENTRIES)
+            a, b, e = add_item(1, X, odd, phase, z, a, b, e, xs, ya, yb, ys, full, ENTRIES)
+            a, b, e = products_done(3 if ENTRIES else 2, a, b, e, ENTRIES)
             free_item(0, odd, empty)
-            a0, b0, a1, b1, e0, e1 = products_done(0, a0, b0, a1, b1, e0, e1, ENTRIES)
+            a, b, e = products_done(0, a, b, e, ENTRIES)
             free_item(1, odd, empty)
             g += 1
         query = last
-    write_blocks(a0, b0, d0, held, dori, halo, held_low, held_high, seen_before, D)
-    write_blocks(a1, b1, d0 + 64, held, dori, halo, held_low, held_high, seen_before, D)
+    write_blocks(a, b, d0, held, dori, halo, held_low, held_high, seen_before, D)
     if ENTRIES > 0:
         ne = block_columns(gl.arange(0, BE, layout=gl.SliceLayout(0, e_layout)))
         ne += gl.arange(0, BE, layout=gl.SliceLayout(0, e_layout)) // BLOCK * BLOCK
         ce = d0 + gl.arange(0, 64, layout=gl.SliceLayout(1, e_layout))
-        target = part + (run.to(gl.int64) * ENTRIES + ne)[None, :] * D + ce[:, None]
-        gl.store(target, e0)
-        gl.store(target + 64, e1)
+        gl.store(part + (run.to(gl.int64) * STRIDE + ne)[None, :] * D + ce[:, None], e)
 
 
 @gluon.jit(do_not_specialize=["length", "runs", "before", "zero"])
 def hopper_dense_dkv_kernel(
-    q, do, p, dz, pe, dze, places, dori, halo, part, length, runs, before, zero,
-    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr,
+    q, do, p, dz, pe, dze, places, dori, halo, part, bounds, length, runs, before, zero,
+    N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """Batches of `length` queries, `runs` runs to each; `before` is 1 where queries before the first of `places` have been dealt with."""
+    """Batches of `length` queries, `runs` runs to each; `before` is 1 where queries before the first of `places` have been dealt with. bounds
+    [runs, 4]: first key of a run, end of the keys that were seen before, its entries. part [runs, STRIDE, D]. Put into the stream before kernel 1
+    has ended (programmatic dependent launch)."""
+    gdc_wait()
+    gdc_launch_dependents()
     SLICES: gl.constexpr = D // SLICE
     run = gl.program_id(0) // SLICES
     side = gl.program_id(0) % SLICES
@@ -312,24 +307,30 @@ def hopper_dense_dkv_kernel(
     empty = (new_barrier(2), new_barrier(2), new_barrier(2), new_barrier(2))
     gl.warp_specialize(
         [
-            (consumer, (0, run, side, places, dori, halo, part, length, runs, before, zero, xs, ya, yb, ys, full, empty, N, D, ENTRIES)),
-            (consumer, (1, run, side, places, dori, halo, part, length, runs, before, zero, xs, ya, yb, ys, full, empty, N, D, ENTRIES)),
+            (consumer, (
+                0, run, side, places, dori, halo, part, bounds, length, runs, before, zero, xs, ya, yb, ys, full, empty, N, D, ENTRIES, STRIDE,
+            )),
+            (consumer, (
+                1, run, side, places, dori, halo, part, bounds, length, runs, before, zero, xs, ya, yb, ys, full, empty, N, D, ENTRIES, STRIDE,
+            )),
             (producer, (run, side, q, do, p, dz, pe, dze, places, length, runs, xs, ya, yb, ys, full, empty, N, D, ENTRIES)),
         ],
         [4, 4],
-        [216, 72],
+        [224, 56],
     )  # fmt: skip
 
 
 @cache
-def dense_dkv_spec(dtype: torch.dtype, N: int, D: int, compressed: bool) -> Spec:
+def dense_dkv_spec(dtype: torch.dtype, N: int, D: int, entries: int, stride: int) -> Spec:
+    """entries: those that queries see at most, as many as there is room for in pe and dze; stride: those that `part` has room for."""
     x = f"*{TRITON_DTYPE[dtype]}"
     return Spec(
         hopper_dense_dkv_kernel,
         types={
             **dict.fromkeys(("q", "do", "p", "dz", "pe", "dze"), x), "places": "*i32",
-            **dict.fromkeys(("dori", "halo", "part"), "*fp32"), **dict.fromkeys(("length", "runs", "before", "zero"), "i32"),
+            **dict.fromkeys(("dori", "halo", "part"), "*fp32"), "bounds": "*i32", **dict.fromkeys(("length", "runs", "before", "zero"), "i32"),
         },
-        consts={"N": N, "D": D, "ENTRIES": ENTRIES_MAX if compressed else 0},
+        consts={"N": N, "D": D, "ENTRIES": entries, "STRIDE": stride},
         targets=("cuda",),
+        options={"launch_pdl": True},
     )  # fmt: skip

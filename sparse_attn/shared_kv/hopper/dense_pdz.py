@@ -3,8 +3,8 @@
 The forward's structure (dense_fwd.py): steps of 8 queries, their keys in a ring of 144 slots, entries resident; two consumers with a tile of 64
 (query, head) rows in turn, a producer of q and dO for both, a producer of keys. S and dP of all keys are in registers at once, so delta is the
 row sum of P dP, in fp32 and before anything is rounded: out is not read, and dq of a query with few keys does not suffer from the rounding of out.
-q and dO come as pairs: the same chunk of both in one pair of slots of a ring of five (SWA) or three (with entries), which is what keeps enough
-of them on their way. dq leaves from the registers of the product, which the lanes of a warp exchange in shuffles.
+q and dO come in pairs of chunks, two of q and the same two of dO in turn, so 256 bytes of a row at once, in a ring of five pairs of slots (SWA) or
+three (with entries). dq leaves from the registers of the product, which the lanes of a warp exchange in shuffles.
 
 P and dZ leave in 16 bits, [rows, 144] in slots key % 144 and [rows, 32] for the entries, zero where a row does not see a key; columns of a block of
 16 stand in the order 4 lane + 2 j + e for 8 j + 2 lane + e, so that a thread writes 8 bytes and a row 32 at a time, without an exchange.
@@ -20,13 +20,13 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.hopper.bwd_kernel import turned
 from sparse_attn.shared_kv.hopper.core import copy_layout_for
 from sparse_attn.shared_kv.hopper.dense import (
     CHUNK,
-    ENTRIES_MAX,
     RING,
     RING_A,
     RING_B,
@@ -38,10 +38,9 @@ from sparse_attn.shared_kv.hopper.dense import (
     new_step_barriers,
     number,
     queries_of_program,
-    slot_keys,
     take_keys,
 )
-from sparse_attn.shared_kv.hopper.dense_fwd import one_query, seen_by
+from sparse_attn.shared_kv.hopper.dense_fwd import one_query
 
 
 @gluon.jit
@@ -55,9 +54,9 @@ def new_barriers(count: gl.constexpr, PAIRS: gl.constexpr):
 
 @gluon.jit
 def pair_producer(
-    q, do, rows, zero, slots, full_0, full_1, empty, facts, told, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr
+    q, do, rows, slots, full_0, full_1, empty, facts, told, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr
 ):  # fmt: skip
-    """Chunk c of q and of dO of all tiles in order, chunk after chunk in the pairs of slots in turn; barriers as in dense.q_producer."""
+    """Two chunks of q, the same two of dO, and so on, of all tiles in order, in the pairs of slots in turn; barriers as in dense.q_producer."""
     layout: gl.constexpr = copy_layout_for(CHUNK, 2)
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
@@ -76,8 +75,12 @@ def pair_producer(
                 use = (tiles_before + tile) * (D // CHUNK) + c
                 pair = use % PAIRS
                 mbarrier.wait(empty.index(pair), ((use // PAIRS) & 1) ^ 1)
-                async_copy.async_copy_global_to_shared(slots.index(2 * pair), q + at + c * CHUNK, mask=on[:, None])
-                async_copy.async_copy_global_to_shared(slots.index(2 * pair + 1), do + at + c * CHUNK, mask=on[:, None])
+                if c % 2 == 0:
+                    ptrs = q + at + c * CHUNK
+                else:
+                    ptrs = do + at + (c - 1) * CHUNK
+                async_copy.async_copy_global_to_shared(slots.index(2 * pair), ptrs, mask=on[:, None])
+                async_copy.async_copy_global_to_shared(slots.index(2 * pair + 1), ptrs + CHUNK, mask=on[:, None])
                 if (tiles_before + tile) % 2 == 0:
                     async_copy.mbarrier_arrive(full_0.index(pair), increment_count=False)
                 else:
@@ -101,24 +104,27 @@ def score_chunk(
     j: gl.constexpr, g, sa, sb, se, da, db, de, use, bits, z, ring_a, ring_b, entry_s, slots, full, empty,
     ENTRIES: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """S += q K^T and dP += dO K^T over chunk j of a group of four, chunk `use` of all. Bit i of `bits` is the parity that this consumer waits for
-    next at pair i. A chunk's slots are free again when the next one's products have been issued and its own are done."""
+    """S += q K^T (even j) or dP += dO K^T (odd j) over two chunks of a group of four, which are use number `use` of the ring. Bit i of `bits` is the
+    parity that this consumer waits for next at pair i. A pair of slots is free again when the next one's products have been issued and its own
+    are done."""
     PRODUCTS: gl.constexpr = 6 if ENTRIES else 4
-    at = g * 4 + j + z
+    at = g * 4 + j // 2 * 2 + z
     pair = use % PAIRS
     mbarrier.wait(full.index(pair), (bits >> pair) & 1)
     bits = bits ^ (1 << pair)
     fence_async_shared()
-    x = slots.index(2 * pair)
-    y = slots.index(2 * pair + 1)
-    sa = warpgroup_mma(x, ring_a.index(at).permute((1, 0)), sa, is_async=True)
-    sb = warpgroup_mma(x, ring_b.index(at).permute((1, 0)), sb, is_async=True)
-    if ENTRIES > 0:
-        se = warpgroup_mma(x, entry_s.index(at).permute((1, 0)), se, is_async=True)
-    da = warpgroup_mma(y, ring_a.index(at).permute((1, 0)), da, is_async=True)
-    db = warpgroup_mma(y, ring_b.index(at).permute((1, 0)), db, is_async=True)
-    if ENTRIES > 0:
-        de = warpgroup_mma(y, entry_s.index(at).permute((1, 0)), de, is_async=True)
+    for k in gl.static_range(2):
+        x = slots.index(2 * pair + k)
+        if j % 2 == 0:
+            sa = warpgroup_mma(x, ring_a.index(at + k).permute((1, 0)), sa, is_async=True)
+            sb = warpgroup_mma(x, ring_b.index(at + k).permute((1, 0)), sb, is_async=True)
+            if ENTRIES > 0:
+                se = warpgroup_mma(x, entry_s.index(at + k).permute((1, 0)), se, is_async=True)
+        else:
+            da = warpgroup_mma(x, ring_a.index(at + k).permute((1, 0)), da, is_async=True)
+            db = warpgroup_mma(x, ring_b.index(at + k).permute((1, 0)), db, is_async=True)
+            if ENTRIES > 0:
+                de = warpgroup_mma(x, entry_s.index(at + k).permute((1, 0)), de, is_async=True)
     if j > 0:
         sa, sb, se, da, db, de = products_done(PRODUCTS, sa, sb, se, da, db, de, ENTRIES)
         mbarrier.arrive(empty.index((use + PAIRS - 1) % PAIRS), count=1)
@@ -165,8 +171,33 @@ def store_blocks(x, row, row_end, v, first: gl.constexpr, STRIDE: gl.constexpr, 
 
 
 @gluon.jit
+def store_dq(ptrs, v, on, ALL_ON: gl.constexpr):
+    """v [64, CHUNK] from the registers of the product: a thread gets 16 bytes, the lanes of a row 64, by exchanges in the warp."""
+    v = gl.convert_layout(gl.convert_layout(v, turned(CHUNK, 0)), turned(CHUNK, 1))
+    v = gl.convert_layout(v, turned(CHUNK, 2))
+    if ALL_ON:
+        gl.store(ptrs, v)
+    else:
+        gl.store(ptrs, v, mask=on[:, None])
+
+
+@gluon.jit
+def in_window(slot, begin, stop, rows: gl.constexpr, ONE_QUERY: gl.constexpr):
+    """Which slots of the ring hold keys of [begin, stop), as a tensor that broadcasts over rows and slots. How far a slot is past that of `begin`,
+    round the ring, is the smaller one of two unsigned numbers."""
+    if ONE_QUERY:
+        ahead = (slot - begin % RING).to(gl.uint32)
+        ahead = gl.minimum(ahead, ahead + RING)
+        return (ahead < (stop - begin).to(gl.uint32))[None, :]
+    else:
+        ahead = (slot[None, :] - gl.convert_layout(begin % RING, rows)[:, None]).to(gl.uint32)
+        ahead = gl.minimum(ahead, ahead + RING)
+        return ahead < gl.convert_layout(stop - begin, rows)[:, None].to(gl.uint32)
+
+
+@gluon.jit
 def tile_backward(
-    row, row_end, query, step, low, cmp_begin, use, bits, z, zero, lse, dq, p, dz, pe, dze, delta, places, scale, ring_a, ring_b, entry_s,
+    row, row_end, query, step, cmp_begin, use, bits, z, zero, lse, dq, p, dz, pe, dze, delta, places, scale, ring_a, ring_b, entry_s,
     slots, full, empty, facts, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 rows, whose first chunk is number `use` of all."""
@@ -215,11 +246,11 @@ def tile_backward(
         if ENTRIES > 0:
             seen = number(facts[3], i, step)
     scale2 = scale * 1.4426950408889634
-    ka = slot_keys(gl.arange(0, RING_A, layout=gl.SliceLayout(0, a_layout)), low)
-    kb = slot_keys(RING_A + gl.arange(0, RING_B, layout=gl.SliceLayout(0, b_layout)), low)
+    na = gl.arange(0, RING_A, layout=gl.SliceLayout(0, a_layout))
+    nb = RING_A + gl.arange(0, RING_B, layout=gl.SliceLayout(0, b_layout))
     # both with exponent and weight at once: what is not seen is 0 whatever the product made of it
-    sa = gl.where(seen_by(ka, begin, stop, a_rows, ONE_QUERY), gl.exp2(sa * scale2 - lse2[:, None]), 0.0)
-    sb = gl.where(seen_by(kb, begin, stop, b_rows, ONE_QUERY), gl.exp2(sb * scale2 - gl.convert_layout(lse2, b_rows)[:, None]), 0.0)
+    sa = gl.where(in_window(na, begin, stop, a_rows, ONE_QUERY), gl.exp2(sa * scale2 - lse2[:, None]), 0.0)
+    sb = gl.where(in_window(nb, begin, stop, b_rows, ONE_QUERY), gl.exp2(sb * scale2 - gl.convert_layout(lse2, b_rows)[:, None]), 0.0)
     w = gl.sum(sa * da, 1) + gl.convert_layout(gl.sum(sb * db, 1), a_rows)
     if TILES == 1:
         entry = gl.arange(0, BE, layout=gl.SliceLayout(0, e_layout))
@@ -230,11 +261,12 @@ def tile_backward(
         se = gl.where(visible, gl.exp2(se * scale2 - gl.convert_layout(lse2, e_rows)[:, None]), 0.0)
         w += gl.convert_layout(gl.sum(se * de, 1), a_rows)
     gl.store(delta + r, w, mask=on)
-    za = (sa * (da - w[:, None]) * scale).to(dtype)
-    zb = (sb * (db - gl.convert_layout(w, b_rows)[:, None]) * scale).to(dtype)
+    ws = w * scale
+    za = (sa * (da * scale - ws[:, None])).to(dtype)
+    zb = (sb * (db * scale - gl.convert_layout(ws, b_rows)[:, None])).to(dtype)
     ze = zb
     if TILES == 1:
-        ze = (se * (de - gl.convert_layout(w, e_rows)[:, None]) * scale).to(dtype)
+        ze = (se * (de * scale - gl.convert_layout(ws, e_rows)[:, None])).to(dtype)
     store_blocks(p, row, row_end, sa.to(dtype), 0, RING, ONE_QUERY)
     store_blocks(p, row, row_end, sb.to(dtype), RING_A, RING, ONE_QUERY)
     store_blocks(dz, row, row_end, za, 0, RING, ONE_QUERY)
@@ -261,12 +293,7 @@ def tile_backward(
                 current = upcoming
             else:
                 v = warpgroup_mma_wait(0, deps=[current])
-            v = gl.convert_layout(gl.convert_layout(v.to(dtype), turned(CHUNK, 0)), turned(CHUNK, 1))
-            v = gl.convert_layout(v, out)
-            if ONE_QUERY:
-                gl.store(target + (g * 4 + c) * CHUNK, v)
-            else:
-                gl.store(target + (g * 4 + c) * CHUNK, v, mask=(rq < row_end)[:, None])
+            store_dq(target + (g * 4 + c) * CHUNK, v.to(dtype), rq < row_end, ONE_QUERY)
     return bits
 
 
@@ -280,7 +307,7 @@ def consumer(
     bits = 0
     step = 0
     while query < last_query:
-        last, low, cmp_begin = hear_step(step, facts, told)
+        last, _, cmp_begin = hear_step(step, facts, told)
         tiles = gl.cdiv((last - query) * N, 64)
         row_end = last.to(gl.int64) * N
         take_keys(step, k_full)
@@ -288,7 +315,7 @@ def consumer(
             row = query.to(gl.int64) * N + tile * 64
             z = tile * zero  # opaque zero, see dense_fwd.py
             bits = tile_backward(
-                row, row_end, query, step, low + z, cmp_begin, (tiles_before + tile) * (D // CHUNK), bits, z, zero, lse, dq, p, dz, pe, dze,
+                row, row_end, query, step, cmp_begin, (tiles_before + tile) * (D // CHUNK), bits, z, zero, lse, dq, p, dz, pe, dze,
                 delta, places, scale, ring_a, ring_b, entry_s, slots, full, empty, facts, N, D, ENTRIES, PAIRS,
             )  # fmt: skip
         free_keys(step, k_empty)
@@ -302,6 +329,8 @@ def hopper_dense_pdz_kernel(
     q, ori_kv, cmp_kv, do, lse, places, dq, p, dz, pe, dze, delta, rows, zero, scale,
     N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr,
 ):  # fmt: skip
+    gdc_wait()
+    gdc_launch_dependents()
     PAIRS: gl.constexpr = 3 if ENTRIES else 5  # what shared memory has room for
     dtype: gl.constexpr = q.dtype.element_ty
     ring_a, ring_b = new_ring(dtype, D)
@@ -324,16 +353,16 @@ def hopper_dense_pdz_kernel(
                 1, lse, dq, p, dz, pe, dze, delta, places, rows, zero, scale, ring_a, ring_b, entry_s, slots, full_1, empty, facts,
                 told, k_full, k_empty, N, D, ENTRIES, PAIRS,
             )),
-            (pair_producer, (q, do, rows, zero, slots, full_0, full_1, empty, facts, told, N, D, PAIRS)),
+            (pair_producer, (q, do, rows, slots, full_0, full_1, empty, facts, told, N, D, PAIRS)),
             (key_producer, (ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, told, k_full, k_empty, D, ENTRIES)),
         ],
         [4, 2, 2],
-        [216, 72, 72],
+        [224, 56, 56],
     )  # fmt: skip
 
 
 @cache
-def dense_pdz_spec(dtype: torch.dtype, N: int, D: int, compressed: bool) -> Spec:
+def dense_pdz_spec(dtype: torch.dtype, N: int, D: int, entries: int) -> Spec:
     x = f"*{TRITON_DTYPE[dtype]}"
     return Spec(
         hopper_dense_pdz_kernel,
@@ -341,6 +370,7 @@ def dense_pdz_spec(dtype: torch.dtype, N: int, D: int, compressed: bool) -> Spec
             **dict.fromkeys(("q", "ori_kv", "cmp_kv", "do"), x), "lse": "*fp32", "places": "*i32",
             **dict.fromkeys(("dq", "p", "dz", "pe", "dze"), x), "delta": "*fp32", "rows": "i32", "zero": "i32", "scale": "fp32",
         },
-        consts={"N": N, "D": D, "ENTRIES": ENTRIES_MAX if compressed else 0},
+        consts={"N": N, "D": D, "ENTRIES": entries},
         targets=("cuda",),
+        options={"launch_pdl": True},
     )  # fmt: skip
