@@ -32,7 +32,8 @@ ROOM = 163 * 1024  # of an A100
 ANY = 1 << 30
 # SMALL: 99 KiB, as sm_86, 89 and 120 have. HOPPER: products of whole warpgroups, APART in the kernels. BLACKWELL (sm_100): Triton keeps the
 # operands of the second product in shared memory, one tile of keys in flight, and accumulators of 64 heads in tensor memory, twice, so that
-# those of two halves of D take all 512 columns and leave none for S. AMD's take OLDER, as does the interpreter.
+# those of two halves of D take all 512 columns and leave none for S. AMD's (64 KiB) take SMALL, the
+# interpreter OLDER.
 OLDER, SMALL, HOPPER, BLACKWELL = (
     Form((0, 89), (ROOM, ANY)), Form((0, 999), (0, ROOM)), Form((90, 99), (ROOM, ANY)), Form((100, 999), (ROOM, ANY)),
 )  # fmt: skip
@@ -41,12 +42,14 @@ GPU, NPU = ("cuda", "hip"), ("ascend",)  # a spec's targets
 
 
 def targets_of(npu: bool, form: Form) -> tuple[str, ...]:
-    return NPU if npu else GPU if form == OLDER else ("cuda",)
+    return NPU if npu else GPU if form == SMALL else ("cuda",)
 
 
 def form_of(device: torch.device) -> Form:
     """The form that a launcher takes on a device."""
-    return _form(device) if device.type == "cuda" and torch.version.hip is None else OLDER
+    if device.type != "cuda":
+        return OLDER
+    return _form(device) if torch.version.hip is None else SMALL
 
 
 @cache
