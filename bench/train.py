@@ -124,9 +124,6 @@ def measure(args: argparse.Namespace, parallel: Parallel, config: RunConfig, var
 
     times, losses = [], []
     for step in range(1, args.warmup + args.steps + 1):
-        if step == args.warmup + 1:
-            gc.collect()
-            gc.freeze()  # as the trainer does
         begun = time.perf_counter()
         losses.append(train_step(model, optimizer, config, batch, step)["loss"])
         times.append(1000 * (time.perf_counter() - begun))
@@ -186,7 +183,6 @@ def attempt(args: argparse.Namespace, parallel: Parallel, config: RunConfig, var
         return result
     finally:
         torch._dynamo.reset()
-        gc.unfreeze()
         gc.collect()
         if parallel.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -6,7 +6,6 @@
 Here: the model's making, the run folder, the loop. A step is in step.py, sharding in parallel.py, settings in run_config.py.
 """
 
-import gc
 import json
 import os
 import platform
@@ -242,8 +241,6 @@ def train(config: RunConfig) -> dict[str, Any]:
             set_timeouts(parallel, config.step_timeout)  # nothing compiles from now on
             if warmed:
                 forbid_compile("warn")
-            gc.collect()
-            gc.freeze()  # all that there is lives to the end; to look through it again would stop the host in the midst of some step
         ema = progress["loss_ema"]
         ema = result["loss"] if ema is None else metrics.EMA_DECAY * ema + (1 - metrics.EMA_DECAY) * result["loss"]
         seen = local_tokens * parallel.world
@@ -269,7 +266,6 @@ def train(config: RunConfig) -> dict[str, Any]:
             log.say(f"checkpoint for transformers: {export}, {len(files)} file{'s' * (len(files) > 1)} of weights in fp32")
     if log:
         log.close()
-    gc.unfreeze()
     return row
 
 
