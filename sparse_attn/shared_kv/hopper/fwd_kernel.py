@@ -12,7 +12,7 @@ What is taken from the scores before exp2 does not matter to a softmax; a runnin
 all keys. With sums in fp32 and P in bfloat16, which has their exponents, only scores beyond some +-40 (base 2, of the whole row) would do
 that, so for bfloat16 nothing is taken from them (NOTHING): no maxima, no rescaling of sums and accumulators, and P of either tile without a
 word from the other warpgroup. The sums tell at the end of a task whether that was right. In [SUM_MIN, SUM_MAX] every weight has kept its
-relative precision (what exp2 flushes to zero is below 2^-126 a key, 2^-66 of the sum) and accumulators are finite for keys up to 2^87. A
+relative precision (what exp2 flushes to zero is below 2^-126 a key, 2^-66 of the sum) and accumulators are finite for keys up to 2^67. A
 program that finds another sum says so in `anew`, and the launch behind this one (ANEW) does all tasks again with maxima; as a rule it ends
 at once. float16 has its maxima from the start (MAXIMUM): they travel 0 -> 1 -> 0 with P, warpgroup 0 brings them over its tile, warpgroup 1
 over the next, warpgroup 0 then rescales to warpgroup 1's.
@@ -51,7 +51,7 @@ from sparse_attn.shared_kv.hopper.tasks import gather_tasks, issue_scores, new_c
 
 # What is taken from the scores of a row before exp2: its running maximum, nothing, or its maximum after all if any program asked for it
 MAXIMUM, NOTHING, ANEW = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-SUM_MIN, SUM_MAX = gl.constexpr(2.0**-60), gl.constexpr(2.0**40)  # of the weights of a row, where nothing was taken from its scores
+SUM_MIN, SUM_MAX = gl.constexpr(2.0**-60), gl.constexpr(2.0**60)  # of the weights of a row, where nothing was taken from its scores
 PROGRAMS_MAX = gl.constexpr(256)
 
 
