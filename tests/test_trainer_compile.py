@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from tests.trainer_util import run_config, sharded, tokens
 from train_example import compiled
+from train_example.attention import RMSNorm
 from train_example.model import DeepSeekV4
 from train_example.optim import make_optimizer
 from train_example.step import train_step
@@ -59,6 +60,21 @@ def test_graphs_are_few_and_stay(whole_graphs, impl, recompute, expected):
     for a, b in zip(got, want):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_many_sizes_of_one_part(whole_graphs, monkeypatch):
+    """A graph belongs to the code, not to the module: the norms of a model share theirs, with and without gradients."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    norms = torch.nn.ModuleList(RMSNorm(size, 1e-6) for size in (8, 16, 24, 32, 40, 48))
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    compiled.compile_parts(norms, "auto", torch.device("cpu"))
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            for norm in norms:
+                x = torch.randn(2, 5, *norm.weight.shape)
+                torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, 1e-6))
+    assert counters["stats"]["unique_graphs"] == 12
 
 
 @pytest.mark.gpu

@@ -28,6 +28,7 @@ from train_example.attention import Attention, Compressor, GatedPool, Indexer, R
 from train_example.model import DeepSeekV4, Layer, ModelHyperConnection, ModelHyperHead
 from train_example.moe import Experts, MoE, Router, SharedExpert
 
+GRAPHS_OF_A_PART = 64
 ALWAYS: dict[type[nn.Module], tuple[str, ...]] = {Router: ("forward",), DeepSeekV4: ("loss_sum",)}
 WITHOUT_FUSED: dict[type[nn.Module], tuple[str, ...]] = {
     RMSNorm: ("forward",),
@@ -48,6 +49,8 @@ EAGER: dict[type[nn.Module], tuple[str, ...]] = {
 
 def compile_parts(model: nn.Module, impl: str, device: torch.device) -> None:
     """Replace the methods that `parts` lists, in place; before the model is sharded. They are compiled at their first call."""
+    limits = torch._dynamo.config  # a graph counts for the code, which modules share: one a size of a part, with gradients and without
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS_OF_A_PART)
     for module, name in list(parts(model, impl, device)):
         setattr(module, name, one_graph(getattr(module, name)))
 
