@@ -9,7 +9,7 @@ of D but needs every key. Row sums stay apart until the end, where the sink join
 warpgroup 1 has no scores of its own then.
 
 What is taken from the scores before exp2 does not matter to a softmax; a running maximum is there so that exp2 neither overflows nor loses
-all keys. With sums in fp32 and P in bfloat16, which has their exponents, only scores beyond some +-40 (base 2, of the whole row) would do
+all keys. With sums in fp32 and P in bfloat16, which has their exponents, only rows whose scores lie beyond some +-50 (base 2) would do
 that, so for bfloat16 nothing is taken from them (NOTHING): no maxima, no rescaling of sums and accumulators, and P of either tile without a
 word from the other warpgroup. The sums tell at the end of a task whether that was right. In [SUM_MIN, SUM_MAX] every weight has kept its
 relative precision (what exp2 flushes to zero is below 2^-126 a key, 2^-66 of the sum) and accumulators are finite for keys up to 2^67. A
