@@ -80,12 +80,14 @@ def boundary_sums_kernel(
 
 @cache
 def boundary_bwd_spec(d: int) -> Spec:
+    # APART by measurement: warps that drift apart take 3 % less at D = 4096, 1 % more at 2560, 5120 and 7168
     types = {**dict.fromkeys(("dstreams", "dy", "f", "x"), "*bf16"), **dict.fromkeys(("post", "comb", "pre", "dz"), "*fp32")}
     types |= {"pieces": "*bf16", "crms": "*fp32", "fn": "*fp32", "df": "*bf16", "dx": "*bf16"}
     types |= {**dict.fromkeys(("dfn_part", "dgate_part", "dcomb_part", "dpost_part"), "*fp32"), "T": "i32", "groups": "i32"}
+    consts = {"D": d, "M": M, "L": L, "BN": BLOCK_COLUMNS, "APART": d % 4096 == 0}
     return Spec(
-        boundary_bwd_kernel, types=types, consts={"D": d, "M": M, "L": L, "BN": BLOCK_COLUMNS}, num_warps=CONSUMER_WARPS.value,
-        targets=("cuda",), options={"maxnreg": REGISTERS}, arch=90,
+        boundary_bwd_kernel, types=types, consts=consts, num_warps=CONSUMER_WARPS.value, targets=("cuda",), options={"maxnreg": REGISTERS},
+        arch=90,
     )  # fmt: skip
 
 

@@ -174,9 +174,29 @@ def tiles_of(g, groups, T, main):
 
 
 @gluon.jit
+def wait_for_place(empty, stage, phase, APART: gl.constexpr):
+    if APART:
+        for i in gl.static_range(STAGES):
+            mbarrier.wait(empty[i], phase, pred=stage == i)
+    else:
+        mbarrier.wait(empty.index(stage), phase)
+
+
+@gluon.jit
+def give_back(empty, stage, APART: gl.constexpr):
+    """The consumers are done with a place of the ring. APART: every thread says so for itself, so that they do not meet at a barrier"""
+    if APART:
+        for i in gl.static_range(STAGES):
+            if stage == i:
+                async_copy.mbarrier_arrive(empty[i], increment_count=False)
+    else:
+        mbarrier.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
 def producer(
     dstreams, dy, f, x, post, comb, pre, pieces, crms, ring, full, empty, T, groups, D: gl.constexpr, M: gl.constexpr, L: gl.constexpr,
-    BN: gl.constexpr,
+    BN: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     xs, dss, fs, dys, ps, combs, posts, pres, crs = ring
     W: gl.constexpr = PRODUCER_WARPS
@@ -196,7 +216,7 @@ def producer(
         first = (g + step * groups) * TOKENS
         first64 = first.to(gl.int64)
         left = T - first
-        mbarrier.wait(empty.index(stage), phase)
+        wait_for_place(empty, stage, phase, APART)
         copy_streams(xs.index(stage), x, column, first64, left, D, BN, W)
         copy_streams(dss.index(stage), dstreams, column, first64, left, D, BN, W)
         copy_rows(fs.index(stage), f, column, first64, left, D, BN, W)
@@ -218,7 +238,7 @@ def producer(
 @gluon.jit
 def consumer(
     fn, dz, df, dx, dfn_part, dgate_part, dcomb_part, dpost_part, ring, kept, full, empty, T, groups,
-    D: gl.constexpr, M: gl.constexpr, L: gl.constexpr, BN: gl.constexpr,
+    D: gl.constexpr, M: gl.constexpr, L: gl.constexpr, BN: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     xs, dss, fs, dys, ps, combs, posts, pres, crs = ring
     ws, s0s, s1s, s2s, s3s = kept
@@ -314,7 +334,7 @@ def consumer(
                 v = g0 * comb[j][0][:, None] + g1 * comb[j][1][:, None] + g2 * comb[j][2][:, None] + g3 * comb[j][3][:, None]
                 gl.store(dx + first64 * K + j * D + at_streams, v.to(bf16), mask=on)
             acc0, acc1, acc2, acc3, x_sums, f_sums = warpgroup_mma_wait(0, deps=[acc0, acc1, acc2, acc3, with_x, with_f])
-            mbarrier.arrive(empty.index(stage), count=1)
+            give_back(empty, stage, APART)
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
             store_sums(dcomb_part, dpost_part, block.to(gl.int64) * T + first, T - first, x_sums, f_sums)
@@ -329,8 +349,9 @@ def consumer(
 def boundary_bwd_kernel(
     dstreams, dy, f, x, post, comb, pre, dz, pieces, crms, fn, df, dx, dfn_part, dgate_part, dcomb_part, dpost_part, T, groups,
     D: gl.constexpr, M: gl.constexpr, L: gl.constexpr, BN: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
-    """Programs: groups x (D / BN), then one a group that sums dz"""
+    """Programs: groups x (D / BN), then one a group that sums dz. APART: see give_back"""
     bf16: gl.constexpr = gl.bfloat16
     rows: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ring = (
@@ -356,13 +377,16 @@ def boundary_bwd_kernel(
         gl.allocate_shared_memory(bf16, [16, BN], rows),
     )
     full = (new_barrier(32 * PRODUCER_WARPS), new_barrier(32 * PRODUCER_WARPS), new_barrier(32 * PRODUCER_WARPS))
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), count=1)
+    if APART:
+        empty = (new_barrier(32 * CONSUMER_WARPS), new_barrier(32 * CONSUMER_WARPS), new_barrier(32 * CONSUMER_WARPS))
+    else:
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(empty.index(i), count=1)
     gl.warp_specialize(
         [
-            (consumer, (fn, dz, df, dx, dfn_part, dgate_part, dcomb_part, dpost_part, ring, kept, full, empty, T, groups, D, M, L, BN)),
-            (producer, (dstreams, dy, f, x, post, comb, pre, pieces, crms, ring, full, empty, T, groups, D, M, L, BN)),
+            (consumer, (fn, dz, df, dx, dfn_part, dgate_part, dcomb_part, dpost_part, ring, kept, full, empty, T, groups, D, M, L, BN, APART)),
+            (producer, (dstreams, dy, f, x, post, comb, pre, pieces, crms, ring, full, empty, T, groups, D, M, L, BN, APART)),
         ],
         [PRODUCER_WARPS],
         [PRODUCER_REGISTERS],

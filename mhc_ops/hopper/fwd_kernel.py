@@ -198,7 +198,8 @@ def consumer(
             gl.thread_barrier()
             for k in gl.static_range(4):
                 acc = warpgroup_mma(xs[k].index(stage), fns.index(i).slice(k * 64, 64, dim=0).permute((1, 0)), acc, is_async=True)
-            # meanwhile
+            # meanwhile; the squares first, or they would wait for registers that the stores still read
+            square = add_squares(add_squares(add_squares(add_squares(square, s0), s1), s2), s3)
             out = streams + first * K + i * 64 + at
             gl.store(out, s0, mask=on)
             gl.store(out + D, s1, mask=on)
@@ -209,7 +210,6 @@ def consumer(
                 v = gl.fma(s2.to(gl.float32), pre[2][:, None], v)
                 v = gl.fma(s3.to(gl.float32), pre[3][:, None], v)
                 gl.store(y + first * D + i * 64 + (t * D)[:, None] + d[None, :], narrow(v), mask=on)
-            square = add_squares(add_squares(add_squares(add_squares(square, s0), s1), s2), s3)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(stage), count=1)
             phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
