@@ -32,6 +32,7 @@ FORMS = {
     "dense backward, keys, 128 entries": ("sparse_attn.shared_kv.hopper.dense_dkv", "dense_dkv_spec", (BF16, 64, 512, 128, 128)),
     "backward": ("sparse_attn.shared_kv.hopper.bwd", "backward_spec", (BF16, 64, 512, 2, False)),
     "backward, partial rows": ("sparse_attn.shared_kv.hopper.bwd", "backward_spec", (BF16, 64, 512, 2, True)),
+    "scores of the indexer": ("indexer.hopper.scores", "hopper_scores_spec", (BF16, torch.float32, 64, 128, 4, False)),
     "boundary of hyper-connections, forward": ("mhc_ops.hopper.fwd", "expand_project_spec", (4096, False)),
     "boundary of hyper-connections, single pass": ("mhc_ops.hopper.fwd", "expand_project_spec", (4096, True)),
     "boundary of hyper-connections, backward": ("mhc_ops.hopper.bwd", "boundary_bwd_spec", (4096,)),
