@@ -19,12 +19,11 @@ from functools import cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.hopper.bwd_kernel import turned
-from sparse_attn.shared_kv.hopper.core import copy_layout_for
 from sparse_attn.shared_kv.hopper.dense import (
     CHUNK,
     RING,
@@ -41,6 +40,7 @@ from sparse_attn.shared_kv.hopper.dense import (
     take_keys,
 )
 from sparse_attn.shared_kv.hopper.dense_fwd import one_query
+from sparse_attn.shared_kv.hopper.dense_stream import fill
 
 
 @gluon.jit
@@ -57,35 +57,24 @@ def pair_producer(
     q, do, rows, slots, full_0, full_1, empty, facts, told, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr
 ):  # fmt: skip
     """Two chunks of q, the same two of dO, and so on, of all tiles in order, in the pairs of slots in turn; barriers as in dense.q_producer."""
-    layout: gl.constexpr = copy_layout_for(CHUNK, 2)
-    n = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
     query, last_query = queries_of_program(rows)
-    tiles_before = 0
+    turn = 0
     step = 0
+    use = 0
     while query < last_query:
         last, _, _ = hear_step(step, facts, told)
         tiles = gl.cdiv((last - query) * N, 64)
         row_end = last.to(gl.int64) * N
         for tile in range(tiles):
-            row = query.to(gl.int64) * N + tile * 64 + n
-            on = row < row_end
-            at = gl.where(on, row, 0)[:, None] * D + d[None, :]
-            for c in gl.static_range(D // CHUNK):
-                use = (tiles_before + tile) * (D // CHUNK) + c
-                pair = use % PAIRS
-                mbarrier.wait(empty.index(pair), ((use // PAIRS) & 1) ^ 1)
-                if c % 2 == 0:
-                    ptrs = q + at + c * CHUNK
-                else:
-                    ptrs = do + at + (c - 1) * CHUNK
-                async_copy.async_copy_global_to_shared(slots.index(2 * pair), ptrs, mask=on[:, None])
-                async_copy.async_copy_global_to_shared(slots.index(2 * pair + 1), ptrs + CHUNK, mask=on[:, None])
-                if (tiles_before + tile) % 2 == 0:
-                    async_copy.mbarrier_arrive(full_0.index(pair), increment_count=False)
-                else:
-                    async_copy.mbarrier_arrive(full_1.index(pair), increment_count=False)
-        tiles_before += tiles
+            row = query.to(gl.int64) * N + tile * 64
+            left = (row_end - row).to(gl.int32)
+            q_row = q + row * D
+            do_row = do + row * D
+            for c in range(D // CHUNK):
+                x = gl.where(c % 2 == 0, q_row, do_row) + c // 2 * (2 * CHUNK)
+                fill(use, x, x + CHUNK, left, left, turn, slots, full_0, full_1, empty, D, PAIRS)
+                use += 1
+            turn += 1
         step += 1
         query = last
 
@@ -357,7 +346,7 @@ def hopper_dense_pdz_kernel(
             (key_producer, (ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, told, k_full, k_empty, D, ENTRIES)),
         ],
         [4, 2, 2],
-        [224, 56, 56],
+        [232, 40, 40],
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Kernel 1 of the dense backward for sm_90 where a query sees more than 32 entries, but no more than 128 (dense_pdz.py up to 32).
 
 The window's keys stay in shared memory as there, the entries stream (dense_stream.py). A tile of 64 rows goes through its q and dO twice, as S and dP
-of all keys are more than the registers hold: with the entries, whose P and dP leave in 16 bits, and with the window's keys. Then delta is known, the
-row sum of P dP in fp32; dZ of the entries is made of what the same thread has stored, and takes the place of dP; dq is made of all keys, chunk by
-chunk of channels. So dP of the entries is rounded to 16 bits before delta is taken off, which is what rounding dZ costs once more.
+of all keys are more than the registers hold: with the entries and with the window's keys. P and dP of the entries wait in 16 bits for delta, the row
+sum of P dP in fp32: of 64 entries in registers, of 128 in memory, dP in the place of dZ, which the same thread then makes of them. dq is made of all
+keys, chunk by chunk of channels. So dP of the entries is rounded before delta is taken off, which costs what rounding dZ costs once more.
 
 Shared memory at D = 512, 225 KB: keys 144, ring 80.
 """
@@ -200,7 +200,11 @@ def tile_backward(
     se = gl.where(visible, gl.exp2(se * scale2 - gl.convert_layout(lse2, e_rows)[:, None]), 0.0)
     w = gl.convert_layout(gl.sum(se * de, 1), a_rows)
     store_blocks(pe, row, row_end, se.to(dtype), 0, ENTRIES, ONE_QUERY)
-    store_blocks(dze, row, row_end, de.to(dtype), 0, ENTRIES, ONE_QUERY)
+    PARKED: gl.constexpr = ENTRIES == 128  # 64 are few enough to stay in registers
+    pe_held = se.to(dtype)
+    de_held = de.to(dtype)
+    if PARKED:
+        store_blocks(dze, row, row_end, de_held, 0, ENTRIES, ONE_QUERY)
     # the window
     if first_of_step:
         take_keys(step, k_full)
@@ -224,28 +228,33 @@ def tile_backward(
     ws = w * scale
     za = (sa * (da * scale - ws[:, None])).to(dtype)
     zb = (sb * (db * scale - gl.convert_layout(ws, b_rows)[:, None])).to(dtype)
-    # what this thread has stored before
-    pe_ptrs, rb = block_pointers(pe, row, ENTRIES, ENTRIES)
-    dze_ptrs, _ = block_pointers(dze, row, ENTRIES, ENTRIES)
-    if ONE_QUERY:
-        pb = gl.load(pe_ptrs)
-        dpb = gl.load(dze_ptrs)
-    else:
-        on_b = (rb < row_end)[:, None]
-        pb = gl.load(pe_ptrs, mask=on_b, other=0.0)
-        dpb = gl.load(dze_ptrs, mask=on_b, other=0.0)
+    if PARKED:
+        # what this thread has stored before
+        pe_ptrs, rb = block_pointers(pe, row, ENTRIES, ENTRIES)
+        dze_ptrs, _ = block_pointers(dze, row, ENTRIES, ENTRIES)
+        if ONE_QUERY:
+            pb = gl.load(pe_ptrs)
+            dpb = gl.load(dze_ptrs)
+        else:
+            on_b = (rb < row_end)[:, None]
+            pb = gl.load(pe_ptrs, mask=on_b, other=0.0)
+            dpb = gl.load(dze_ptrs, mask=on_b, other=0.0)
     store_blocks(p, row, row_end, sa.to(dtype), 0, RING, ONE_QUERY)
     store_blocks(p, row, row_end, sb.to(dtype), RING_A, RING, ONE_QUERY)
     store_blocks(dz, row, row_end, za, 0, RING, ONE_QUERY)
     store_blocks(dz, row, row_end, zb, RING_A, RING, ONE_QUERY)
-    wb = gl.convert_layout(ws, gl.SliceLayout(1, block_layout(ENTRIES)))
-    zbl = (pb.to(gl.float32) * (dpb.to(gl.float32) * scale - wb[:, None])).to(dtype)
-    if ONE_QUERY:
-        gl.store(dze_ptrs, zbl)
+    if PARKED:
+        wb = gl.convert_layout(ws, gl.SliceLayout(1, block_layout(ENTRIES)))
+        zbl = (pb.to(gl.float32) * (dpb.to(gl.float32) * scale - wb[:, None])).to(dtype)
+        if ONE_QUERY:
+            gl.store(dze_ptrs, zbl)
+        else:
+            gl.store(dze_ptrs, zbl, mask=on_b)
+        ze = zbl.reshape([64, ENTRIES // 16, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([64, ENTRIES])
+        ze = gl.convert_layout(ze, e_layout, assert_trivial=True)
     else:
-        gl.store(dze_ptrs, zbl, mask=on_b)
-    ze = zbl.reshape([64, ENTRIES // 16, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([64, ENTRIES])
-    ze = gl.convert_layout(ze, e_layout, assert_trivial=True)
+        ze = (pe_held.to(gl.float32) * (de_held.to(gl.float32) * scale - gl.convert_layout(ws, e_rows)[:, None])).to(dtype)
+        store_blocks(dze, row, row_end, ze, 0, ENTRIES, ONE_QUERY)
     za = gl.convert_layout(za, z_layout)
     zb = gl.convert_layout(zb, z_layout)
     ze = gl.convert_layout(ze, z_layout)
@@ -336,7 +345,7 @@ def hopper_dense_pdz_streamed_kernel(
             (key_producer, (ori_kv, cmp_kv, places, rows, ring_a, ring_b, slots, facts, told, k_full, k_empty, D, ENTRIES, False)),
         ],
         [4, 2, 2],
-        [224, 56, 56],
+        [232, 40, 40],
     )  # fmt: skip
 
 

@@ -26,8 +26,9 @@ def uses_of(D, ENTRIES):
 
 
 @gluon.jit
-def fill(use, x, y, rows_x, rows_y, turn, slots, full_0, full_1, empty, D: gl.constexpr):
-    """Slot `use` of the ring: 64 rows of CHUNK channels from x on and as many from y on; those past rows_x and rows_y are zeros."""
+def fill(use, x, y, rows_x, rows_y, turn, slots, full_0, full_1, empty, D: gl.constexpr, PAIRS: gl.constexpr):
+    """Slot `use` of a ring of PAIRS: 64 rows of CHUNK channels from x on and as many from y on; those past rows_x and rows_y are zeros. Pointers are
+    one number and constants, which takes few registers; for the consumer whose turn it is."""
     layout: gl.constexpr = copy_layout_for(CHUNK, 2)
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     at = n[:, None] * D + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))[None, :]
@@ -105,7 +106,7 @@ def producer(q, do, cmp_kv, rows, slots, full_0, full_1, empty, facts, told, N: 
                             y = x + CHUNK
                         rows_x = left
                         rows_y = left
-                    fill(use, x, y, rows_x, rows_y, turn + alone.to(gl.int32), slots, full_0, full_1, empty, D)
+                    fill(use, x, y, rows_x, rows_y, turn + alone.to(gl.int32), slots, full_0, full_1, empty, D, PAIRS)
                     use += 1
             first_before = first
             entries_before = entries
