@@ -36,6 +36,7 @@ FORMS = {
     "boundary of hyper-connections, forward": ("mhc_ops.hopper.fwd", "expand_project_spec", (4096, False)),
     "boundary of hyper-connections, single pass": ("mhc_ops.hopper.fwd", "expand_project_spec", (4096, True)),
     "boundary of hyper-connections, backward": ("mhc_ops.hopper.bwd", "boundary_bwd_spec", (4096,)),
+    "boundary of hyper-connections, backward, barriers": ("mhc_ops.hopper.bwd", "boundary_bwd_spec", (5120,)),
 }
 pytestmark = pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing can be compiled")
 
