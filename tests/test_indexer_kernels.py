@@ -162,7 +162,7 @@ def test_sets_of_winners(kernel_device, monkeypatch, kind):
         forget()
 
 
-@pytest.mark.parametrize("keys, topk", [(140, 120), (2300, 1020)])
+@pytest.mark.parametrize("keys, topk", [(140, 120), (2300, 50)])
 def test_infinite_and_signed_zero_scores(kernel_device, monkeypatch, keys, topk):
     """Visible blocks of score -inf come before the empty tail; -0.0 and 0.0 are a tie."""
     import indexer.lightning.topk as topk_module
@@ -174,7 +174,8 @@ def test_infinite_and_signed_zero_scores(kernel_device, monkeypatch, keys, topk)
     inputs["k"][:] = 1
     inputs["k"][:, ::3] = 0
     inputs["k"][:, 1::7] = torch.inf
-    inputs["k"][:, 100 : keys - 800] = torch.inf  # so that -inf is the last score, where the row is long
+    if keys > 1024:
+        inputs["k"][:, 40:] = torch.inf  # so that -inf is the last score
     inputs["weights"][:] = -1
     check_selection(case, kernel_device, inputs)
 

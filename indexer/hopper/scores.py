@@ -9,8 +9,7 @@ longest first:
     key producer     two warps: tiles of keys through a ring of STAGES, across tasks, so that the next task's keys come during this one's
     query producer   two warps: queries and weights of the next task into the other one of two buffers
 
-Against the portable kernel keys are read half as often, the L2's reads being what limited it, and the tensor cores do not wait
-for the beginning of a program.
+Against the portable kernel keys are read half as often, and no product waits for the beginning of a program.
 
 Barriers. k_full[s]: 64 arrivals, of each producer thread's own copies; k_empty[s]: 1. STAGES is even, so that a slot of the ring is always the same
 consumer's and its barriers are waited for by one warpgroup alone. q_full[b]: 64; q_empty[b]: 2, of both consumers, which go through every
