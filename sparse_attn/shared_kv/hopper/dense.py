@@ -36,6 +36,12 @@ def dense_supports(D: int, window: int | None, entries: int) -> bool:
     return D >= 256 and window is not None and window <= WINDOW_MAX and entries <= ENTRIES_MAX
 
 
+@gluon.constexpr_function
+def product_layout(W):
+    """Of an accumulator [64, W] of one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+
+
 @gluon.jit
 def queries_of_program(rows):
     """First and end of the queries of a program: contiguous, so that keys stay."""

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.hopper.core import copy_layout_for, new_barrier
-from sparse_attn.shared_kv.hopper.dense import CHUNK, RING, RING_A
+from sparse_attn.shared_kv.hopper.dense import CHUNK, RING, RING_A, product_layout
 
 SLICE = gl.constexpr(128)  # channels of a program: with 256 and entries, registers spill
 BLOCK = gl.constexpr(16)  # keys of a block
@@ -138,17 +138,12 @@ def joined(left, right, layout: gl.constexpr):
     return gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([64, 2 * W]), layout, assert_trivial=True)
 
 
-@gluon.constexpr_function
-def width(W):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-
-
 @gluon.jit
 def blocks_of(a, b):
     """The nine blocks of a [64, 128] and b [64, 16]."""
-    l16: gl.constexpr = width(16)
-    l32: gl.constexpr = width(32)
-    l64: gl.constexpr = width(64)
+    l16: gl.constexpr = product_layout(16)
+    l32: gl.constexpr = product_layout(32)
+    l64: gl.constexpr = product_layout(64)
     x0, x1 = halves(a, l64)
     y0, y1 = halves(x0, l32)
     y2, y3 = halves(x1, l32)
@@ -162,12 +157,12 @@ def blocks_of(a, b):
 @gluon.jit
 def shift(a, b, nothing):
     """The first block, and a and b after all have moved down by one."""
-    l32: gl.constexpr = width(32)
-    l64: gl.constexpr = width(64)
+    l32: gl.constexpr = product_layout(32)
+    l64: gl.constexpr = product_layout(64)
     c0, c1, c2, c3, c4, c5, c6, c7, c8 = blocks_of(a, b)
     x0 = joined(joined(c1, c2, l32), joined(c3, c4, l32), l64)
     x1 = joined(joined(c5, c6, l32), joined(c7, c8, l32), l64)
-    return c0, joined(x0, x1, width(128)), nothing
+    return c0, joined(x0, x1, product_layout(128)), nothing
 
 
 @gluon.jit
@@ -179,7 +174,7 @@ def block_columns(n):
 @gluon.jit
 def write_block(v, d, base, target, halo, held_low, held_high, seen_before, D: gl.constexpr):
     """Keys of block `base` from v [64 channels from d on, 16]: those that runs before have seen too go to the halo."""
-    layout: gl.constexpr = width(16)
+    layout: gl.constexpr = product_layout(16)
     key = base * BLOCK + block_columns(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout)))
     c = d + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     row = gl.where(key < seen_before, halo + key % RING * D, target + key.to(gl.int64) * D)
@@ -231,9 +226,9 @@ def consumer(
     N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
     BE: gl.constexpr = max(16, ENTRIES)
-    a_layout: gl.constexpr = width(RING_A)
-    b_layout: gl.constexpr = width(BLOCK)
-    e_layout: gl.constexpr = width(BE)
+    a_layout: gl.constexpr = product_layout(RING_A)
+    b_layout: gl.constexpr = product_layout(BLOCK)
+    e_layout: gl.constexpr = product_layout(BE)
     query, run_end = run_of(run, length, runs)
     d0 = side * SLICE + X * CHUNK
     halo += run.to(gl.int64) * RING * D

@@ -36,6 +36,7 @@ from sparse_attn.shared_kv.hopper.dense import (
     new_ring,
     new_step_barriers,
     number,
+    product_layout,
     queries_of_program,
     take_keys,
 )
@@ -194,10 +195,10 @@ def tile_backward(
     BE: gl.constexpr = max(16, ENTRIES)
     ONE_QUERY: gl.constexpr = one_query(N)
     dtype: gl.constexpr = dq.dtype.element_ty
-    a_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING_A, 16])
-    b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RING_B, 16])
-    e_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BE, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    a_layout: gl.constexpr = product_layout(RING_A)
+    b_layout: gl.constexpr = product_layout(RING_B)
+    e_layout: gl.constexpr = product_layout(BE)
+    o_layout: gl.constexpr = product_layout(CHUNK)
     z_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     a_rows: gl.constexpr = gl.SliceLayout(1, a_layout)
     b_rows: gl.constexpr = gl.SliceLayout(1, b_layout)
