@@ -62,11 +62,12 @@ def gradient_tile(
     acc0 = dot(dz, k0, acc0)
     if HALVES == 2:
         acc1 = dot(dz, k1, acc1)
-    # keys past the range or the list have no slot of their own: nothing may be written for them
+    # keys past the range or the list have no slot of their own: nothing may be written for them. What is written is read by the next kernels
+    # alone, long after it would have pushed the keys out of the cache.
     mask = seen[:, None] & on[None, :]
     offset = slot_row[:, None] * N + h[None, :]
-    tl.store(p_out + offset, tl.trans(p), mask=mask)
-    tl.store(dz_out + offset, tl.trans(dz), mask=mask)
+    tl.store(p_out + offset, tl.trans(p), mask=mask, eviction_policy="evict_first")
+    tl.store(dz_out + offset, tl.trans(dz), mask=mask, eviction_policy="evict_first")
     return acc0, acc1
 
 
@@ -88,6 +89,8 @@ def dq_task(
     h = (task % HEAD_BLOCKS) * BH + tl.arange(0, BH)
     on = h < N
     heads = row * N + h
+    if not ASCEND:
+        ori_begin, ori_count, cmp_begin, cmp_count, walked = load_ranges(places, used, row, COMPRESSED)
     do0 = load_rows(dout, heads, on, d, D, EVEN)
     delta = tl.sum(do0.to(tl.float32) * load_rows(out, heads, on, d, D, EVEN).to(tl.float32), 1)
     q0 = load_rows(q, heads, on, d, D, EVEN)
@@ -134,7 +137,6 @@ def dq_task(
                     h, on, scale, rows, N, D, BD, HALVES, EVEN, False, BH, BN, APART,
                 )  # fmt: skip
     else:
-        ori_begin, ori_count, cmp_begin, cmp_count, walked = load_ranges(places, used, row, COMPRESSED)
         ori_tiles = (ori_count + BN - 1) // BN
         first = (local if DENSE else row) * K
         for tile in range(0, ori_tiles + (walked + BN - 1) // BN):
