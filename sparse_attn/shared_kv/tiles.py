@@ -32,8 +32,7 @@ ROOM = 163 * 1024  # of an A100
 ANY = 1 << 30
 # SMALL: 99 KiB, as sm_86, 89 and 120 have. HOPPER: products of whole warpgroups, APART in the kernels. BLACKWELL (sm_100): Triton keeps the
 # operands of the second product in shared memory, one tile of keys in flight, and accumulators of 64 heads in tensor memory, twice, so that
-# those of two halves of D take all 512 columns and leave none for S. AMD's (64 KiB) take SMALL, the
-# interpreter OLDER.
+# those of two halves of D take all 512 columns and leave none for S. AMD's (64 KiB) take SMALL, the interpreter OLDER.
 OLDER, SMALL, HOPPER, BLACKWELL = (
     Form((0, 89), (ROOM, ANY)), Form((0, 999), (0, ROOM)), Form((90, 99), (ROOM, ANY)), Form((100, 999), (ROOM, ANY)),
 )  # fmt: skip
