@@ -95,7 +95,7 @@ def test_a_tile_that_does_not_fit_is_named(monkeypatch):
     made = fwd.forward_spec
     monkeypatch.setattr(fwd, "forward_spec", make)
     q, kv = torch.randn(1, 2, 64, 512, device="cuda").bfloat16(), torch.randn(1, 2, 512, device="cuda").bfloat16()
-    with pytest.raises(ValueError, match=r"attention_fwd_kernel needs \d+ of shared memory, .* N = 64, D = 512, .*q bf16.*impl='eager'"):
+    with pytest.raises(ValueError, match=r"attention_fwd_kernel needs \d+ of shared memory, .*N = 64, D = 512, .*q bf16.*impl='eager'"):
         sparse_attn_shared_kv(q, kv, impl="portable")
 
 
