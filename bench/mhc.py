@@ -221,6 +221,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
+    import torch._dynamo  # first calls import it: a limit that ends in the middle of that leaves a module that cannot be reset
+
     dtype = getattr(torch, args.dtype)
     shapes = args.shape or list(BENCH_SHAPES)
     rate = copy_rate()
