@@ -133,6 +133,7 @@ def test_c_modules_are_part_of_what_is_checked(tmp_path, monkeypatch, damage):
         report = module.look(plan, target, tmp_path)
         reason = {"another Python": "there is only __triton_launcher.cpython-399", "gone": "is not there", "truncated": "truncated"}[damage]
         assert report.count("missing") == 1 and reason in report.rows[0].note, report.table()
+        monkeypatch.setattr(module, "_pick_device", torch.device)  # the driver below stands in for a device that is not here
         monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("meta"))
         forget(plan)
         with fake_driver(target):
