@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
-TRITON_VERSIONS = ("3.6",)  # Gluon is experimental: it has changed between releases
+from kernel_runtime.gluon import has_gluon, on_device
+
+__all__ = ["covers", "has_gluon", "on_device", "takes"]
+
 HEADS = (32, 64, 128)
 DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -16,20 +17,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 def covers(dtype: torch.dtype, heads: int, dim: int) -> bool:
     """Whether there is a kernel for such an indexer."""
     return dtype in DTYPES and heads in HEADS and dim in DIMS
-
-
-def has_gluon() -> bool:
-    import triton
-
-    return triton.__version__.startswith(tuple(f"{v}." for v in TRITON_VERSIONS))
-
-
-@cache
-def on_device(device: torch.device) -> bool:
-    """Whether kernels for sm_90 alone can run there."""
-    if device.type != "cuda" or torch.version.hip is not None or not has_gluon():
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def takes(q: torch.Tensor, *others: torch.Tensor) -> bool:

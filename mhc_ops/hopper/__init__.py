@@ -3,32 +3,19 @@ covers says `covers`. The second stage of the gates' backward pass, launched bef
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
-TRITON_VERSIONS = ("3.6",)  # Gluon is experimental: it has changed between releases
+from kernel_runtime.gluon import has_gluon, on_device
+
+__all__ = ["covers", "has_gluon", "on_device", "takes"]
+
 STREAMS = 4  # N
 ALIGNED, FORWARD_ALIGNED = 64, 256  # what D must be a multiple of: columns of a program
-
-
-def has_gluon() -> bool:
-    import triton
-
-    return triton.__version__.startswith(tuple(f"{v}." for v in TRITON_VERSIONS))
 
 
 def covers(dtype: torch.dtype, n: int, d: int, aligned: int = ALIGNED) -> bool:
     """Whether there are kernels for such streams: those of the backward pass, with FORWARD_ALIGNED those of the forward pass"""
     return dtype == torch.bfloat16 and n == STREAMS and d % aligned == 0
-
-
-@cache
-def on_device(device: torch.device) -> bool:
-    """Whether kernels for sm_90 alone can run there"""
-    if device.type != "cuda" or torch.version.hip is not None or not has_gluon():
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def takes(x: torch.Tensor, *others: torch.Tensor, aligned: int = ALIGNED) -> bool:

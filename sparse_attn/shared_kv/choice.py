@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernel_runtime import IMPLS, check_choice, select_impl
+from kernel_runtime.gluon import has_gluon
 from kernel_runtime.impl import cannot_run, no_kernel_reason
 from kernel_runtime.registry import ModelShape
-from sparse_attn.shared_kv.hopper import TRITON_VERSIONS, hopper_supports
+from sparse_attn.shared_kv.hopper import hopper_supports
 
 if TYPE_CHECKING:
     from kernel_runtime.launch import Spec
@@ -84,12 +85,10 @@ def hopper_bwd(dout: torch.Tensor, q: torch.Tensor, *args: Any) -> Any:
 def specs(shape: ModelShape) -> Iterator[Spec]:
     """Of both; those for sm_90 where Triton has the dialect that they are written in (Triton-Ascend has not). Where there are
     some, the portable ones are marked: on sm_90 they run for impl="portable" alone, except for those that both use."""
-    import triton
-
     from sparse_attn.shared_kv.bwd import specs as portable_specs
 
     hopper: list[Spec] = []
-    if triton.__version__.startswith(tuple(f"{v}." for v in TRITON_VERSIONS)):
+    if has_gluon():
         from sparse_attn.shared_kv.hopper.bwd import specs as hopper_specs
 
         hopper = [replace(spec, arch=90) if spec.gluon else spec for spec in hopper_specs(shape)]

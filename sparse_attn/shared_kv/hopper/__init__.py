@@ -6,11 +6,11 @@ from functools import cache
 
 import torch
 
+from kernel_runtime.gluon import TRITON_VERSIONS, has_gluon
 from kernel_runtime.impl import triton_installed
 
 HEAD_DIMS = (128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
-TRITON_VERSIONS = ("3.6",)  # Gluon is experimental: it has changed between releases
 
 
 @cache
@@ -19,9 +19,8 @@ def _device_reason(index: int) -> str | None:
         return "triton is not installed"
     import triton
 
-    version = triton.__version__
-    if not version.startswith(tuple(f"{v}." for v in TRITON_VERSIONS)):
-        return f"triton is {version}, the Gluon kernels were written for {', '.join(TRITON_VERSIONS)}"
+    if not has_gluon():
+        return f"triton is {triton.__version__}, the Gluon kernels were written for {', '.join(TRITON_VERSIONS)}"
     capability = torch.cuda.get_device_capability(index)
     if capability != (9, 0):
         return f"the device is sm_{capability[0]}{capability[1]}, not sm_90"
