@@ -15,6 +15,8 @@ from typing import Any
 from kernel_runtime import cache
 from kernel_runtime.guard import compiling_allowed
 
+MADE = ("compiled", "repaired")  # by this process
+
 
 @dataclass
 class Row:
@@ -188,7 +190,7 @@ class Filler:
     def _one(self, row: Row, spec: Any, wait_is_over: bool) -> bool:
         folder = self.folder
         state = self.inspect(row, folder)
-        if state.state == "ok" and not self.lacks(spec, folder):
+        if state.state == "ok" and row.state not in MADE and not self.lacks(spec, folder):
             row.state, row.bytes = "cached", state.bytes
             return True
         lock = cache.Lock(folder, row.key)
@@ -226,7 +228,10 @@ class Filler:
                 self.report.say(self._targets.build_launcher(spec.source(), self.target, self._lock))
             if state.state == "moved":
                 cache.adopt(folder, row.key, row.kernel)
-            row.state, row.bytes = "adopted" if state.state == "moved" else "cached", state.bytes
+            if row.state in MADE:  # for the folder that was left meanwhile: Triton may have put it here already
+                self._finish(row, spec, folder)
+            else:
+                row.state, row.bytes = "adopted" if state.state == "moved" else "cached", state.bytes
             return
         if state.state == "corrupt":
             self.report.say(f"{row.kernel}: damaged cache entry replaced ({state.reason})")
@@ -238,13 +243,17 @@ class Filler:
         if kernel.hash != row.key:
             keys = f"stored key {kernel.hash[:12]} where {row.key[:12]} was expected"
             raise RuntimeError(f"Triton {keys}; this Triton version is not supported")
+        if row.state not in MADE:
+            row.state = "repaired" if state.state == "corrupt" else "compiled"
+        row.bytes, row.note = len(kernel.kernel), ""
+        self._finish(row, spec, folder)
+        if self.measure:
+            self._measure(row, kernel)
+
+    def _finish(self, row: Row, spec: Any, folder: Path) -> None:
         self._parts = self._parts or self._origin.explain_key(self.target)
         self._origin.write(cache.entry_folder(folder, row.key), spec, self._parts)
         cache.seal(folder, row.key)
-        row.state = "repaired" if state.state == "corrupt" else "compiled"
-        row.bytes = len(kernel.kernel)
-        if self.measure:
-            self._measure(row, kernel)
 
     def _measure(self, row: Row, kernel: Any) -> None:
         used = self._targets.resources(kernel)

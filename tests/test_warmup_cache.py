@@ -254,6 +254,30 @@ def test_disk_that_fills_up_on_the_way(tmp_path, threads):
     assert any("No space left" in m for m in data["messages"]) and not data["folder"].startswith(str(mount)), data
 
 
+def test_folder_left_while_a_kernel_compiles(folder, tmp_path, monkeypatch):
+    """By another thread: Triton puts the kernel into the new folder. It counts as made here, and has its checksums."""
+    from kernel_runtime.filler import Filler, Report
+    from kernel_runtime.targets import parse_target
+
+    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    target, report = parse_target("sm_90"), Report("sm_90", str(folder))
+    filler = Filler(small_plan().for_target(target), target, report, 60.0, measure=False)
+    spec = filler.entries[1][1]
+    real = type(spec).compile
+
+    def compile(self, target):
+        if self is spec:
+            assert filler._leave(folder, "full")
+        return real(self, target)
+
+    monkeypatch.setattr(type(spec), "compile", compile)
+    filler.choose_folder()
+    filler.run(0, 1)
+    assert report.folder != str(folder) and [row.state for row in report.rows] == ["compiled"] * 4, report.table()
+    for row in report.rows:
+        assert filler.inspect(row).state == "ok" and (cache.entry_folder(Path(report.folder), row.key) / cache.CHECKSUMS).exists(), row
+
+
 @needs_mounts
 def test_read_only_folder(tmp_path):
     """Complete: used as it is. One kernel short: copied to a private folder, and only that one is compiled."""
