@@ -37,33 +37,33 @@ def takes_or_skip(device):
         pytest.skip("the device is not of sm_90, or Triton not the one that the kernel was written for")
 
 
-def check(case, dtype, weights_dtype, packed=None):
+def check(case, dtype, weights_dtype, packed=None, device="cuda"):
     from indexer.core import visible_table
     from indexer.lightning.fwd import launch_scores
 
     batch, queries, heads, dim, keys, offset, (b0, batches), (i0, n) = case
-    generator = torch.Generator("cuda").manual_seed(queries)
+    generator = torch.Generator(device).manual_seed(queries)
     q, k, w = (
-        torch.randn(*shape, device="cuda", generator=generator).to(d)
+        torch.randn(*shape, device=device, generator=generator).to(d)
         for shape, d in (((batch, queries, heads, dim), dtype), ((batch, keys, dim), dtype), ((batch, queries, heads), weights_dtype))
     )
     q[0, 1, 0, 0] = float("nan")  # stays with its query
-    cu = [None, None] if packed is None else [torch.tensor(x, device="cuda", dtype=torch.int32) for x in packed]
+    cu = [None, None] if packed is None else [torch.tensor(x, device=device, dtype=torch.int32) for x in packed]
     span = visible_table(batch, queries, keys, 4, *cu, offset, None, q.device)
-    i = torch.arange(queries, device="cuda")
+    i = torch.arange(queries, device=device)
     start = (i * 0).expand(batch, -1)
     count = torch.div(i + offset + 1, 4, rounding_mode="floor").clamp(0, keys).expand(batch, -1)
     if span is not None:
         start, count = span.view(2, batch, queries).long()
     poison = -12345.0
-    found = torch.full((batches, n, keys), poison, device="cuda")
+    found = torch.full((batches, n, keys), poison, device=device)
     assert hopper.takes(q, k, w)
-    pointer = torch.zeros(1, dtype=torch.int32, device="cuda") if span is None else span
+    pointer = torch.zeros(1, dtype=torch.int32, device=device) if span is None else span
     launch_scores(q, k, w, pointer, found, 4, span is not None, batches, b0, i0, n, queries, keys, batch * queries, offset)
     terms = torch.einsum("bshd,bkd->bshk", q[b0 : b0 + batches, i0 : i0 + n].double(), k[b0 : b0 + batches].double()).relu()
     weights = w[b0 : b0 + batches, i0 : i0 + n, :, None].double()
     start, count = (x[b0 : b0 + batches, i0 : i0 + n, None] for x in (start, count))
-    column = torch.arange(keys, device="cuda")
+    column = torch.arange(keys, device=device)
     own = (start + column).clamp(max=keys - 1).expand(batches, n, keys)
     want, size = ((terms * x).sum(2).gather(2, own) for x in (weights, weights.abs()))
     shown = column < count

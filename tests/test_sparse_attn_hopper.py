@@ -111,9 +111,9 @@ def run(inputs, case, dout, deterministic):
     return {name: x for name, x in got.items() if x.numel() or name in ("out", "dq")}
 
 
-def make(case, dtype, seed=0):
-    inputs = attention_inputs(case, seed=seed, dtype=dtype, device="cuda")
-    dout = torch.randn(inputs["q"].shape, generator=torch.Generator().manual_seed(seed + 1)).to("cuda", dtype)
+def make(case, dtype, seed=0, device="cuda"):
+    inputs = attention_inputs(case, seed=seed, dtype=dtype, device=device)
+    dout = torch.randn(inputs["q"].shape, generator=torch.Generator().manual_seed(seed + 1)).to(device, dtype)
     return inputs, dout
 
 

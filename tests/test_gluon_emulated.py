@@ -1,0 +1,153 @@
+"""The kernels for sm_90 on the CPU (tests/emulator), against the reference in fp64: small cases, in more than one order of the warpgroups.
+
+First that the emulator finds what it is for: a kernel that streams tiles through shared memory into products, right and with one mistake at a
+time.
+"""
+
+import pytest
+import torch
+
+import kernel_runtime.impl
+from indexer import hopper as indexer_hopper
+from kernel_runtime import interpreting
+from kernel_runtime.gluon import has_gluon
+from kernel_runtime.launch import Spec
+from mhc_ops import hopper as mhc_hopper
+from reference.cases.mhc import MhcShape
+from reference.cases.sparse_attn import AttentionCase
+from tests import test_indexer_hopper, test_mhc_kernels, test_sparse_attn_hopper
+from tests.emulator import EmulationError, emulated
+from tests.op_checks import poison_empty
+
+if interpreting() or not has_gluon():
+    pytest.skip("the emulator reads compiled Triton's kernels: not under TRITON_INTERPRET=1, and Gluon as they need it", allow_module_level=True)
+
+from tests.gluon_stream import stream_kernel
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# The ring of keys of the dense attention is written while slots of keys that a step does not see are read with a weight of 0 (dense.py)
+UNORDERED = ("new_ring",)
+
+
+def stream(mistake, seed, tiles=5):
+    """Products of `tiles` tiles [64, 64] with a matrix, by tests.gluon_stream with a mistake; gives them and the right ones."""
+    generator = torch.Generator().manual_seed(tiles)
+    x, w = (torch.randn(n, 64, generator=generator).to(BF16) for n in (64 * tiles, 64))
+    out = torch.full((64 * tiles, 64), float("nan"))
+    types = {"x": "*bf16", "w": "*bf16", "out": "*fp32", "tiles": "i32"}
+    spec = Spec(stream_kernel, types=types, consts={"MISTAKE": mistake}, targets=("cuda",), arch=90)
+    with emulated(seed):
+        spec.launch((1,), x, w, out, tiles)
+    return out, x.float() @ w.float()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streamed_products(seed):
+    out, want = stream("none", seed)
+    assert torch.allclose(out, want, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "mistake, found",
+    [
+        ("no fence", "multiplies without a fence what the copies of partition 1 wrote"),
+        ("no wait for the copies", "multiplies what the copies of partition 1 wrote, unordered"),
+        ("no wait for a free slot", "overwrites what the (products of partition 0 may still|copies of partition 1 wrote)"),
+        ("freed before the product is done", "overwrites what the products of partition 0 may still be reading"),
+        ("never freed", r"hangs: .*partition 1 waits for phase 0 of .*, 1 of 1 arrivals missing"),
+        ("freed twice", "hangs|overwrites"),  # the phase after the next begins too early
+        ("too many arrivals", "2 arrivals where 1 of 1 are missing"),
+        ("wrong parity", "multiplies what the copies of partition 1 wrote, unordered|hangs"),
+        ("used before the wait", "used before it was waited for"),
+        ("copies unheard of", "hangs|no barrier hears of"),
+        ("read past the end", "element 20480 of a tensor of 20480"),
+        ("written past the end", "element 20480 of a tensor of 20480"),
+        ("shared memory not written", None),
+    ],
+)
+def test_mistakes_are_found(mistake, found):
+    """In one of a few orders at least; what no rule forbids shows as NaN."""
+    for seed in range(8):
+        try:
+            out, want = stream(mistake, seed)
+        except EmulationError as error:
+            assert found is not None, error
+            with pytest.raises(EmulationError, match=found):
+                raise
+            return
+        if found is None:
+            assert out.isnan().any() and not want.isnan().any()
+            return
+    raise AssertionError("found in no order")
+
+
+def attention(name, mode, N, D, dtype=BF16, **more):
+    return pytest.param(AttentionCase(name, mode, N=N, D=D, **{"B": 1, **more}), dtype, id=name)
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [
+        # the general kernels: lists of entries, packed documents, pairs of consumers, ranges
+        attention("scfa", "scfa", 16, 128, S=21, K=40, window=20, cmp_ratio=1),
+        attention("scfa_pack", "scfa", 20, 128, FP16, docs_q=(9, 0, 14, 2), K=20, window=9, cmp_ratio=3, sinks="extreme"),
+        attention("scfa_128", "scfa", 128, 128, S=7, K=20, window=5, cmp_ratio=1, sinks="none"),
+        attention("swa", "swa", 16, 128, S=35, window=33),
+        attention("cfa", "cfa", 64, 128, S=11, S2=90, q_offset=(70,), cmp_ratio=1, window=20),
+        # the dense ones
+        attention("swa_dense", "swa", 16, 256, S=29, window=20, B=2),
+        attention("swa_dense_pack", "swa", 20, 256, docs_q=(7, 0, 21, 2, 1), docs_ori=(40, 3, 21, 17, 0), window=13, sinks="extreme"),
+        attention("cfa_dense", "cfa", 16, 256, S=29, window=20, cmp_ratio=5),
+        attention("cfa_dense_64", "cfa", 64, 256, S=13, S2=60, q_offset=(30,), window=128, cmp_ratio=5),
+        attention("cfa_streamed", "cfa", 16, 256, S=21, S2=150, q_offset=(110,), window=20, cmp_ratio=2),
+        attention("cfa_streamed_fp16", "cfa", 3, 256, FP16, S=29, S2=150, q_offset=(110,), window=20, cmp_ratio=2, sinks="none"),
+    ],
+)
+def test_attention(monkeypatch, case, dtype):
+    """Forward and both forms of the backward, each in an order of its own, on poisoned results."""
+    poison_empty(monkeypatch)
+    inputs, dout = test_sparse_attn_hopper.make(case, dtype, device="cpu")
+    want = test_sparse_attn_hopper.expected(inputs, dout, case.mode)
+    for seed, order, deterministic in ((0, "forward", False), (1, "backward", True)):
+        with emulated(seed, order=order, unordered=UNORDERED):
+            got = test_sparse_attn_hopper.run(inputs, case, dout, deterministic)
+        test_sparse_attn_hopper.check(got, want, dtype)
+
+
+@pytest.mark.parametrize(
+    "tokens, d, options",
+    [(21, 256, {}), (9, 512, {"with_pre_mix": True}), (5, 256, {"with_pre_mix": True, "convention": "paper"}), (37, 64, {}), (130, 256, {})],
+)
+def test_boundary(monkeypatch, tokens, d, options):
+    """hc_post_pre through its public function, with the kernels in Triton that it launches besides."""
+    monkeypatch.setattr(kernel_runtime.impl, "_INTERPRETING", True)  # tensors on the CPU are taken
+    monkeypatch.setattr(mhc_hopper, "takes", lambda x, *_, aligned=mhc_hopper.ALIGNED: mhc_hopper.covers(x.dtype, *x.shape[-2:], aligned))
+    with emulated(seed=tokens, cores=5) as names:
+        test_mhc_kernels.check("cpu", monkeypatch, "hc_post_pre", MhcShape(1, tokens, 4, d), BF16, iters=4, **options)
+    assert "boundary_bwd_kernel" in names and ("expand_project_kernel" in names) == (d % 256 == 0)
+
+
+SCORES = {  # as test_indexer_hopper.CASES
+    "one tile": (1, 5, 64, 128, 3, 0, (0, 1), (0, 5)),
+    "more tiles than the ring holds": (1, 3, 32, 64, 700, 2798, (0, 1), (0, 3)),
+    "chunk": (3, 61, 32, 64, 15, 5, (1, 2), (3, 55)),
+    "nobody sees a block": (1, 9, 64, 128, 9, -50, (0, 1), (0, 9)),
+    "128 heads": (1, 21, 128, 128, 75, 280, (0, 1), (0, 21)),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(monkeypatch, name):
+    monkeypatch.setattr(indexer_hopper, "takes", lambda q, *_: indexer_hopper.covers(q.dtype, *q.shape[-2:]))
+    for seed in (0, 1):
+        with emulated(seed) as names:
+            test_indexer_hopper.check(SCORES[name], BF16, torch.float32, device="cpu")
+        assert names == ["hopper_scores_kernel"]
+
+
+def test_scores_of_packed_documents(monkeypatch):
+    monkeypatch.setattr(indexer_hopper, "takes", lambda q, *_: indexer_hopper.covers(q.dtype, *q.shape[-2:]))
+    with emulated(seed=2) as names:
+        packed = ([0, 3, 3, 26, 69], [0, 0, 5, 8, 19])
+        test_indexer_hopper.check((1, 70, 32, 64, 19, 0, (0, 1), (13, 33)), FP16, FP16, packed, device="cpu")
+    assert "hopper_scores_kernel" in names
