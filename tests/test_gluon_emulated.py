@@ -4,6 +4,8 @@ First that the emulator finds what it is for: a kernel that streams tiles throug
 time.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -88,17 +90,22 @@ def attention(name, mode, N, D, dtype=BF16, **more):
 @pytest.mark.parametrize(
     "case, dtype",
     [
-        # the general kernels: lists of entries, packed documents, pairs of consumers, ranges
+        # the general kernels: lists of entries, packed documents, pairs of consumers, ranges; more is different for D = 512
+        attention("scfa_d512", "scfa", 16, 512, S=7, S2=150, q_offset=110, K=70, window=70, cmp_ratio=1),
         attention("scfa", "scfa", 16, 128, S=21, K=40, window=20, cmp_ratio=1),
         attention("scfa_pack", "scfa", 20, 128, FP16, docs_q=(9, 0, 14, 2), K=20, window=9, cmp_ratio=3, sinks="extreme"),
         attention("scfa_128", "scfa", 128, 128, S=7, K=20, window=5, cmp_ratio=1, sinks="none"),
         attention("swa", "swa", 16, 128, S=35, window=33),
+        attention("cfa_d512", "cfa", 16, 512, S=4, S2=200, q_offset=160, cmp_ratio=1, window=70),
         attention("cfa", "cfa", 64, 128, S=11, S2=90, q_offset=(70,), cmp_ratio=1, window=20),
         # the dense ones
+        attention("swa_dense_d512", "swa", 16, 512, S=13, window=20, B=2),
         attention("swa_dense", "swa", 16, 256, S=29, window=20, B=2),
         attention("swa_dense_pack", "swa", 20, 256, docs_q=(7, 0, 21, 2, 1), docs_ori=(40, 3, 21, 17, 0), window=13, sinks="extreme"),
         attention("cfa_dense", "cfa", 16, 256, S=29, window=20, cmp_ratio=5),
         attention("cfa_dense_64", "cfa", 64, 256, S=13, S2=60, q_offset=(30,), window=128, cmp_ratio=5),
+        attention("cfa_dense_d512", "cfa", 16, 512, S=17, window=20, cmp_ratio=5),
+        attention("cfa_streamed_d512", "cfa", 16, 512, S=9, S2=150, q_offset=110, window=20, cmp_ratio=2),
         attention("cfa_streamed", "cfa", 16, 256, S=21, S2=150, q_offset=(110,), window=20, cmp_ratio=2),
         attention("cfa_streamed_fp16", "cfa", 3, 256, FP16, S=29, S2=150, q_offset=(110,), window=20, cmp_ratio=2, sinks="none"),
     ],
@@ -112,6 +119,41 @@ def test_attention(monkeypatch, case, dtype):
         with emulated(seed, order=order, unordered=UNORDERED):
             got = test_sparse_attn_hopper.run(inputs, case, dout, deterministic)
         test_sparse_attn_hopper.check(got, want, dtype)
+
+
+FEW = {  # general, dense, streamed
+    "scfa": AttentionCase("scfa", "scfa", N=16, D=128, B=1, S=17, S2=40, q_offset=3, K=12, cmp_ratio=2, window=9),
+    "cfa_dense": AttentionCase("cfa_dense", "cfa", N=16, D=256, B=1, S=17, S2=40, q_offset=3, cmp_ratio=5, window=9),
+    "cfa_streamed": AttentionCase("cfa_streamed", "cfa", N=16, D=256, B=1, S=9, S2=100, q_offset=80, cmp_ratio=2, window=9),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_large_logits_and_sinks(monkeypatch, name):
+    """Rows are nearly one-hot: what is left of dq, and half of dkv, are differences of numbers that have been rounded."""
+    poison_empty(monkeypatch)
+    case = replace(FEW[name], softmax_scale=2.0)
+    inputs, dout = test_sparse_attn_hopper.make(case, BF16, device="cpu")
+    inputs["sinks"] = torch.tensor([1e4, -1e4, 0.0, 60.0]).repeat(4)
+    want = test_sparse_attn_hopper.expected(inputs, dout, case.mode)
+    with emulated(3, unordered=UNORDERED):
+        got = test_sparse_attn_hopper.run(inputs, case, dout, False)
+    test_sparse_attn_hopper.check(got, want, BF16, factor=3.0)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_rows_that_no_query_sees_are_not_read(monkeypatch, name):
+    """NaN in every key after the last query and in every entry that is not visible to any: neither may reach a result."""
+    poison_empty(monkeypatch)
+    case = FEW[name]
+    inputs, dout = test_sparse_attn_hopper.make(case, BF16, device="cpu")
+    want = test_sparse_attn_hopper.expected(inputs, dout, case.mode)
+    end = case.S + case.q_offset
+    inputs["ori_kv"][:, end:] = torch.nan
+    inputs["cmp_kv"][:, end // case.cmp_ratio :] = torch.nan
+    with emulated(4, unordered=UNORDERED):
+        got = test_sparse_attn_hopper.run(inputs, case, dout, True)
+    test_sparse_attn_hopper.check(got, want, BF16)
 
 
 @pytest.mark.parametrize(
