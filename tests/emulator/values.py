@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -129,6 +130,7 @@ class T:
         return T(~self.value)
 
 
+@lru_cache(4096, typed=True)
 def _constant(x: bool | int | float, like: torch.dtype) -> torch.Tensor:
     """A literal takes the type of the other side, but a fraction makes an integer a float and a number makes a truth value one."""
     if isinstance(x, bool):
