@@ -100,10 +100,10 @@ def attention(name, mode, N, D, dtype=BF16, **more):
         attention("cfa", "cfa", 64, 128, S=11, S2=90, q_offset=(70,), cmp_ratio=1, window=20),
         # the dense ones
         attention("swa_dense_d512", "swa", 16, 512, S=13, window=20, B=2),
-        attention("swa_dense", "swa", 16, 256, S=29, window=20, B=2),
+        attention("swa_dense", "swa", 16, 256, S=29, S2=190, window=20, B=2),  # the ring wraps
         attention("swa_dense_pack", "swa", 20, 256, docs_q=(7, 0, 21, 2, 1), docs_ori=(40, 3, 21, 17, 0), window=13, sinks="extreme"),
         attention("cfa_dense", "cfa", 16, 256, S=29, window=20, cmp_ratio=5),
-        attention("cfa_dense_64", "cfa", 64, 256, S=13, S2=60, q_offset=(30,), window=128, cmp_ratio=5),
+        attention("cfa_dense_64", "cfa", 64, 256, S=13, S2=160, q_offset=(140,), window=128, cmp_ratio=5),
         attention("cfa_dense_d512", "cfa", 16, 512, S=17, window=20, cmp_ratio=5),
         attention("cfa_streamed_d512", "cfa", 16, 512, S=9, S2=150, q_offset=110, window=20, cmp_ratio=2),
         attention("cfa_streamed", "cfa", 16, 256, S=21, S2=150, q_offset=(110,), window=20, cmp_ratio=2),

@@ -10,6 +10,7 @@ holds between them is checked rather than timed (`machine`, `memory`):
                   it has been waited for
     shared memory every read and write of an element must be ordered after the last conflicting one by barriers and waits, whatever the order was
                   in this run; what wgmma reads also needs a fence between the proxies on the way (vector clocks). Fresh memory holds NaN.
+                  Where a kernel reads on purpose what is being written (`unordered`), such a read gives numbers at random instead.
     global memory an address outside of a tensor's storage is an error; masked lanes that have no `other` hold NaN or a number nobody expects
 
 Layouts are not looked at: they do not change what a kernel computes, and compiling ahead of time checks them (test_compile_ahead.py). Within a

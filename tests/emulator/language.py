@@ -78,7 +78,7 @@ def extreme(compute: Any, keep: Any) -> Any:
         x, y = torch.broadcast_tensors(a.value.to(dtype), b.value.to(dtype))
         if dtype.is_floating_point and propagate_nan != tl.PropagateNan.ALL:
             x, y = torch.where(x.isnan(), y, x), torch.where(y.isnan(), x, y)
-        return T(compute(x, y))
+        return T(compute(x, y), unsigned=a.unsigned or b.unsigned)
 
     return of
 
@@ -136,7 +136,7 @@ def join(a: T, b: T) -> T:
 
 
 def convert_layout(x: T, layout: Any, assert_trivial: bool = False) -> T:
-    return T(x.value)
+    return T(x.value, unsigned=x.unsigned)
 
 
 # memory

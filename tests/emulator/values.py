@@ -15,6 +15,8 @@ TORCH = {
     tl.int32: torch.int32, tl.int16: torch.int16, tl.int8: torch.int8, tl.uint8: torch.uint8, tl.int1: torch.bool,
 }  # fmt: skip
 TRITON = {v: k for k, v in TORCH.items()}
+UINT32 = 0xFFFFFFFF
+UNSIGNED = ("add", "sub", "mul", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne")  # what is right for uint32 held as int64
 UNEXPECTED = 0x5A5A5A5A  # an integer where nothing was loaded
 
 
@@ -54,13 +56,14 @@ def promoted(a: torch.Tensor, b: torch.Tensor) -> torch.dtype:
 
 
 class T:
-    """A tensor or a run-time scalar. `flight` is set while an asynchronous product owns it."""
+    """A tensor or a run-time scalar. `flight` is set while an asynchronous product owns it. `unsigned`: 32 bits of it, held as int64, as torch
+    has next to nothing for uint32."""
 
-    __slots__ = ("_value", "flight")
+    __slots__ = ("_value", "flight", "unsigned")
     type = Type()
 
-    def __init__(self, value: torch.Tensor, flight: Any = None) -> None:
-        self._value, self.flight = value, flight
+    def __init__(self, value: torch.Tensor, flight: Any = None, unsigned: bool = False) -> None:
+        self._value, self.flight, self.unsigned = value & UINT32 if unsigned else value, flight, unsigned
 
     @property
     def value(self) -> torch.Tensor:
@@ -84,8 +87,8 @@ class T:
     def to(self, dtype: Any, **kwargs: Any) -> T:
         if kwargs:
             raise EmulationError(f"to() with {kwargs}")
-        if dtype == tl.uint32:  # as a wider type, as torch has next to nothing for it: good for comparisons
-            return T(self.value.to(torch.int64) & 0xFFFFFFFF)
+        if dtype == tl.uint32:
+            return T(self.value.to(torch.int64), unsigned=True)
         return T(self.value.to(TORCH[dtype]))
 
     def reshape(self, *shape: Any) -> T:
@@ -100,7 +103,7 @@ class T:
         return T(self.value[..., 0]), T(self.value[..., 1])
 
     def __getitem__(self, key: Any) -> T:
-        return T(self.value[key])
+        return T(self.value[key], unsigned=self.unsigned)
 
     def __bool__(self) -> bool:
         if self._value.numel() != 1:
@@ -176,18 +179,19 @@ _COMPARISONS = {"lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, 
 
 
 def _install() -> None:
-    def both(name: str, compute: Any, reflected: bool) -> None:
-        def method(self: T, other: Any) -> Any:
+    def both(name: str, compute: Any, arithmetic: bool) -> None:
+        def method(self: T, other: Any, turned: bool = False) -> Any:
             pair = self._with(other)
-            return NotImplemented if pair is None else T(compute(*pair))
-
-        def turned(self: T, other: Any) -> Any:
-            pair = self._with(other)
-            return NotImplemented if pair is None else T(compute(pair[1], pair[0]))
+            if pair is None:
+                return NotImplemented
+            unsigned = self.unsigned or (isinstance(other, T) and other.unsigned)
+            if unsigned and name not in UNSIGNED:
+                raise EmulationError(f"{name} of uint32")
+            return T(compute(*(reversed(pair) if turned else pair)), unsigned=unsigned and arithmetic)
 
         setattr(T, f"__{name}__", method)
-        if reflected:
-            setattr(T, f"__r{name}__", turned)
+        if arithmetic:
+            setattr(T, f"__r{name}__", lambda self, other: method(self, other, True))
 
     for name, compute in _OPERATIONS.items():
         both(name, compute, True)
