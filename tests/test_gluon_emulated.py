@@ -107,6 +107,7 @@ def attention(name, mode, N, D, dtype=BF16, **more):
         attention("cfa_dense_d512", "cfa", 16, 512, S=17, window=20, cmp_ratio=5),
         attention("cfa_streamed_d512", "cfa", 16, 512, S=9, S2=150, q_offset=110, window=20, cmp_ratio=2),
         attention("cfa_streamed", "cfa", 16, 256, S=21, S2=150, q_offset=(110,), window=20, cmp_ratio=2),
+        attention("cfa_streamed_batches", "cfa", 3, 256, S=5, S2=71, B=3, window=64, cmp_ratio=1),  # keys of batches are apart
         attention("cfa_streamed_fp16", "cfa", 3, 256, FP16, S=29, S2=150, q_offset=(110,), window=20, cmp_ratio=2, sinks="none"),
     ],
 )

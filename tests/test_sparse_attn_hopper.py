@@ -51,6 +51,7 @@ CASES = (
     case("cfa_128_streamed_fp16", "cfa", 128, 512, FP16, S=161, B=2, cmp_ratio=3, window=90),
     case("cfa_20_streamed", "cfa", 20, 512, S=97, B=3, cmp_ratio=1, window=128, sinks="extreme"),
     case("cfa_3_streamed_d256", "cfa", 3, 256, S=301, S2=340, q_offset=(60,), cmp_ratio=3, window=37, sinks="none"),
+    case("cfa_3_streamed_apart", "cfa", 3, 512, S=5, S2=71, B=3, cmp_ratio=1, window=64),  # keys of batches are not one run
     case("scfa_64_no_slots", "scfa", 64, 512, S=77, K=0, cmp_ratio=7, window=40),  # entries that no list names
     case("cfa_20_negative_scale", "cfa", 20, 512, S=77, cmp_ratio=7, window=40, softmax_scale=-0.05),  # left to the general kernel
     case("scfa_16_d256", "scfa", 16, 256, FP16, S=131, K=70, window=45),
