@@ -15,6 +15,7 @@ holds between them is checked rather than timed (`machine`, `memory`):
 
 Layouts are not looked at: they do not change what a kernel computes, and compiling ahead of time checks them (test_compile_ahead.py). Within a
 warpgroup no order is checked: the compiler puts barriers there. Programs do not run side by side. Time means nothing.
+`python -m tests.random_attention` runs random cases.
 """
 
 from tests.emulator.launch import emulated
