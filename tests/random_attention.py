@@ -49,10 +49,13 @@ def small_chunks(r, case):
 
 
 def wrong(seed, r, case, dtype):
-    """What differs from fp64 by more than twice what the tests allow. A gradient that is zero but for rounding is not looked at."""
+    """What differs from fp64 by more than twice what the tests allow. A gradient that is zero but for rounding is not looked at, nor is that of a
+    single sink, one sum of terms that cancel."""
     inputs, dout = make(case, dtype, seed, device="cpu")
     want = expected(inputs, dout, case.mode)
     limits, found = limits_of(want, dtype, 2.0), {}
+    if case.N == 1:
+        want.pop("dsinks", None)
     for deterministic in (False, True):
         with emulated(seed + deterministic, cores=r.choice([1, 2, 3, 7]), order=r.choice(["forward", "backward"]), unordered=UNORDERED):
             got = run(inputs, case, dout, deterministic)

@@ -162,12 +162,28 @@ def test_rows_that_no_query_sees_are_not_read(monkeypatch, name):
     [(21, 256, {}), (9, 512, {"with_pre_mix": True}), (5, 256, {"with_pre_mix": True, "convention": "paper"}), (37, 64, {}), (130, 256, {})],
 )
 def test_boundary(monkeypatch, tokens, d, options):
+    boundary(monkeypatch, tokens, d, options)
+
+
+def boundary(monkeypatch, tokens, d, options, cores=5):
     """hc_post_pre through its public function, with the kernels in Triton that it launches besides."""
     monkeypatch.setattr(kernel_runtime.impl, "_INTERPRETING", True)  # tensors on the CPU are taken
     monkeypatch.setattr(mhc_hopper, "takes", lambda x, *_, aligned=mhc_hopper.ALIGNED: mhc_hopper.covers(x.dtype, *x.shape[-2:], aligned))
-    with emulated(seed=tokens, cores=5) as names:
+    with emulated(seed=tokens, cores=cores) as names:
         test_mhc_kernels.check("cpu", monkeypatch, "hc_post_pre", MhcShape(1, tokens, 4, d), BF16, iters=4, **options)
     assert "boundary_bwd_kernel" in names and ("expand_project_kernel" in names) == (d % 256 == 0)
+
+
+def test_boundary_of_warps_that_drift_apart(monkeypatch):
+    """The form of the backward for D = 4096, in narrower streams."""
+    from mhc_ops.hopper import bwd
+
+    usual = bwd.boundary_bwd_spec(64)
+    apart = replace(usual, consts={**usual.consts, "APART": True})
+    assert not usual.consts["APART"] and bwd.boundary_bwd_spec(4096).consts["APART"]
+    monkeypatch.setattr(bwd, "plan_of", bwd.plan_of.__wrapped__)
+    monkeypatch.setattr(bwd, "boundary_bwd_spec", lambda d: apart)
+    boundary(monkeypatch, 150, 64, {}, cores=1)  # more tiles a program than its ring holds
 
 
 SCORES = {  # as test_indexer_hopper.CASES
