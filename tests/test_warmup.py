@@ -285,7 +285,18 @@ def test_command_line(tmp_path):
     assert cli(*plan, "--check", cache=tmp_path / "c").returncode == 0
 
 
-def test_command_line_errors(tmp_path):
+def answer(capsys, *args, cache):
+    """Exit status and what went to stderr of the command line, without a process of its own."""
+    from kernel_runtime.warmup import main
+
+    try:
+        status = main([*args, "--cache-dir", str(cache)])
+    except SystemExit as stop:
+        status = stop.code
+    return status, capsys.readouterr().err
+
+
+def test_command_line_errors(tmp_path, capsys):
     half, other = tmp_path / "half.json", tmp_path / "other.json"
     half.write_text('{"model": ')
     other.write_text("[]")
@@ -299,11 +310,12 @@ def test_command_line_errors(tmp_path):
         (("--config", str(half), "--target", "sm_90"), "half.json: Expecting value"),
         (("--config", str(other), "--target", "sm_90"), "other.json: no plan of format"),
     ):
-        result = cli(*args, cache=tmp_path)
-        assert result.returncode == 2 and part in result.stderr, result.stderr
+        status, said = answer(capsys, *args, cache=tmp_path)
+        assert status == 2 and part in said, said
     if not torch.accelerator.is_available():
-        assert "name a --target" in cli("--config", "tiny", cache=tmp_path).stderr
-        assert cli("--config", "tiny", "--device", "cuda", cache=tmp_path).stderr == "error: device 'cuda' is not here, wanted auto or cpu\n"
+        assert "name a --target" in answer(capsys, "--config", "tiny", cache=tmp_path)[1]
+        said = cli("--config", "tiny", "--device", "cuda", cache=tmp_path)
+        assert (said.returncode, said.stderr) == (2, "error: device 'cuda' is not here, wanted auto or cpu\n")
 
 
 def test_failed_kernel_is_a_row_and_an_exit_status(tmp_path):
