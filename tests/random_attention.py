@@ -1,5 +1,6 @@
 """Random calls of the attention's kernels for sm_90, emulated on the CPU, against fp64: `python -m tests.random_attention FIRST COUNT` runs the
-cases of COUNT seeds and prints one line each; the exit status is 1 if any was wrong. The seconds a case takes are not bounded, most take one to ten.
+cases of COUNT seeds and prints one line each; the exit status is 1 if any was wrong. Most take one to ten seconds. Where a
+gradient is a difference of almost equal terms (one entry that fills all slots) rounding alone exceeds the limit: look before mending.
 """
 
 import random
