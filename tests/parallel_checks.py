@@ -295,7 +295,6 @@ def check_timeouts(rank: int) -> dict[str, Any]:
         time.sleep(2.5)
     dist.all_reduce(torch.ones(1), group=group)
     set_timeouts(parallel, 1.0)
-    dist.all_reduce(torch.ones(1), group=group)
     stalled = ""
     if rank == 0:
         try:
@@ -303,7 +302,7 @@ def check_timeouts(rank: int) -> dict[str, Any]:
         except RuntimeError as error:
             stalled = str(error)
     else:
-        time.sleep(2.5)
+        time.sleep(4.0)
     return {"stalled": stalled}
 
 

@@ -80,10 +80,10 @@ entry = cache.entry_folder(folder, key)
 (entry / f"tmp.pid_{os.getpid()}_x" / "sinkhorn_fwd_kernel.cubin").write_bytes(b"half")
 (entry / "sinkhorn_fwd_kernel.ttir").write_text("half")
 """)  # fmt: skip
-    threading.Timer(3.0, lambda: os.kill(holder.pid, signal.SIGKILL)).start()
     begun = time.monotonic()
-    report = compile_ahead(small_plan(), "sm_90", folder, lock_timeout=120.0)
-    assert 2.0 < time.monotonic() - begun < 60.0  # it waited for the kill, and no longer
+    threading.Timer(3.0, lambda: os.kill(holder.pid, signal.SIGKILL)).start()
+    report = compile_ahead(small_plan(), "sm_90", folder, lock_timeout=600.0)
+    assert 2.0 < time.monotonic() - begun < 300.0  # it waited for the kill, and no longer
     assert [row.state for row in report.rows] == ["compiled"] * 4, report.table()
     holder.wait()
 
@@ -112,11 +112,11 @@ compile_ahead(small_plan(), "sm_90", {str(folder)!r})
         compiler.wait()
     begun = time.monotonic()
     try:
-        report = compile_ahead(small_plan(), "sm_90", folder, lock_timeout=120.0)
+        report = compile_ahead(small_plan(), "sm_90", folder, lock_timeout=600.0)
         os.kill(orphan, 0)  # it was there all the time
     finally:
         os.kill(orphan, signal.SIGKILL)
-    assert time.monotonic() - begun < 60.0
+    assert time.monotonic() - begun < 300.0
     assert [row.state for row in report.rows] == ["compiled"] * 4 and not report.messages, report.table()
 
 
