@@ -43,13 +43,22 @@ class Piece(NamedTuple):
 
 def widths(length: int, entries: int, cmp_ratio: int, first: int | None) -> list[tuple[int, int]]:
     """(end of queries, entries that kernels need for them) of a sequence of `length` queries, the first of them at position `first` (None: not known
-    here). Where a sequence sees more than FEW, the queries that do not yet are done apart."""
+    here). The queries that see few enough for a faster form are done apart."""
     if entries <= ENTRIES_MAX:
         return [(length, ENTRIES_MAX if entries else 0)]
-    few = 0 if first is None else ((FEW + 1) * cmp_ratio - 1 - first) // RUN_UNIT.value * RUN_UNIT.value
-    if entries <= FEW or few >= length:
-        return [(length, FEW)]
-    return [(few, FEW), (length, MANY)] if few > 0 else [(length, MANY)]
+    parts = []
+    begin = 0
+    for width in (ENTRIES_MAX, FEW, MANY):
+        # queries before this one see `width` entries at most
+        end = length if entries <= width else begin
+        if entries > width and first is not None:
+            end = min(((width + 1) * cmp_ratio - 1 - first) // RUN_UNIT.value * RUN_UNIT.value, length)
+        if end > begin:
+            parts.append((end, width))
+            begin = end
+        if begin >= length:
+            break
+    return parts
 
 
 def pieces(batches: int, length: int, row_bytes: Callable[[int], int], parts: list[tuple[int, int]], joined: bool) -> Iterator[Piece]:
@@ -77,7 +86,7 @@ def dense_backward_specs(dtype: torch.dtype, N: int, D: int) -> Iterator[Spec]:
     for entries in (0, ENTRIES_MAX, FEW, MANY):
         yield pdz_spec(dtype, N, D, entries)
         yield dense_totals_spec(dtype, N, D, entries)
-    for entries, most in ((0, 0), (ENTRIES_MAX, ENTRIES_MAX), (FEW, FEW), (FEW, MANY), (MANY, MANY)):
+    for entries, most in ((0, 0), (ENTRIES_MAX, ENTRIES_MAX), (ENTRIES_MAX, FEW), (ENTRIES_MAX, MANY), (FEW, FEW), (FEW, MANY), (MANY, MANY)):
         yield dense_dkv_spec(dtype, N, D, entries, most)
     yield sink_total_spec(N)
 

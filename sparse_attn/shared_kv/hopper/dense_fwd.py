@@ -2,10 +2,12 @@
 
     two consumers    a tile of 64 rows each, in turn: S of all keys, softmax, then O = P V chunk by chunk of channels. P stays in registers
                      and no accumulator outlives its chunk, so a consumer has registers to spare and the two overlap each other's phases.
+                     q is multiplied from registers too: read as it was written, by ordinary accesses, it needs no fence between proxies (in
+                     the machine code a memory barrier of the whole thread), is read once for all products, and its slots are free at once.
     q producer       two warps: q of all tiles through one ring of slots
     key producer     two warps: finds the steps, loads their new keys and entries
 
-Shared memory at D = 512, 225 KB: keys 144; q 64, or q 32 and entries 32; staging of the output 16.
+Shared memory at D = 512, 217 KB: keys 144; q 64, or q 32 and entries 32; 8 in which the output's rows change their layout, warp by warp.
 
 Barriers
     full_0, full_1, empty   of a pair of slots of q: 64 arrivals (each producer thread's own cp.async group), and 1, of the consumer that read it
@@ -21,10 +23,10 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
-from sparse_attn.shared_kv.hopper.core import copy_layout_for, laid_out, programs
+from sparse_attn.shared_kv.hopper.core import laid_out, programs
 from sparse_attn.shared_kv.hopper.dense import (
     CHUNK,
     ENTRIES_MAX,
@@ -41,6 +43,7 @@ from sparse_attn.shared_kv.hopper.dense import (
     new_ring,
     new_step_barriers,
     number,
+    product_layout,
     q_producer,
     queries_of_program,
     slot_keys,
@@ -50,30 +53,39 @@ from sparse_attn.shared_kv.hopper.dense import (
 from sparse_attn.shared_kv.hopper.finish import load_sink, with_sink
 
 
+@gluon.constexpr_function
+def operand_of(layout):
+    """q as the first operand, in registers, of products with this accumulator: of all of them the same registers."""
+    return gl.DotOperandLayout(0, layout, 2)
+
+
 @gluon.jit
-def score_pair(p: gl.constexpr, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, ENTRIES: gl.constexpr, PAIRS: gl.constexpr):
-    """S += q K^T over two chunks of a group of four; the products are issued and not waited for."""
+def read_pair(p: gl.constexpr, g, parity, z, slots, full, a_layout: gl.constexpr, PAIRS: gl.constexpr):
+    """Two chunks of q to registers. Ordinary loads of what ordinary copies have written: no fence, and the slots are free at once."""
     wait_pair(full, p, g, parity, PAIRS)
-    fence_async_shared()
-    for c in gl.static_range(2 * p, 2 * p + 2):
-        at = g * 4 + c + z
-        if PAIRS == 2:
-            x = slots.index(z + c)
-        else:
-            x = slots.index(at)
-        sa = warpgroup_mma(x, ring_a.index(at).permute((1, 0)), sa, is_async=True)
-        sb = warpgroup_mma(x, ring_b.index(at).permute((1, 0)), sb, is_async=True)
-        if ENTRIES > 0:
-            se = warpgroup_mma(x, entry_s.index(at).permute((1, 0)), se, is_async=True)
+    at = g * 4 + 2 * p + z
+    if PAIRS == 2:
+        at = z + 2 * p
+    return slots.index(at).load(operand_of(a_layout)), slots.index(at + 1).load(operand_of(a_layout))
+
+
+@gluon.jit
+def score_chunk(c: gl.constexpr, g, x, sa, sb, se, z, ring_a, ring_b, entry_s, ENTRIES: gl.constexpr):
+    """S += q K^T over chunk c of a group of four, q in registers; issued and not waited for."""
+    at = g * 4 + c + z
+    sa = warpgroup_mma(x, ring_a.index(at).permute((1, 0)), sa, is_async=True)
+    sb = warpgroup_mma(gl.convert_layout(x, operand_of(product_layout(RING_B))), ring_b.index(at).permute((1, 0)), sb, is_async=True)
+    if ENTRIES > 0:
+        se = warpgroup_mma(gl.convert_layout(x, operand_of(product_layout(max(16, ENTRIES)))), entry_s.index(at).permute((1, 0)), se, is_async=True)
     return sa, sb, se
 
 
 @gluon.jit
-def scores_done(sa, sb, se, LEFT: gl.constexpr, ENTRIES: gl.constexpr):
+def scores_done(sa, sb, se, ENTRIES: gl.constexpr):
     if ENTRIES > 0:
-        sa, sb, se = warpgroup_mma_wait(LEFT, deps=[sa, sb, se])
+        sa, sb, se = warpgroup_mma_wait(0, deps=[sa, sb, se])
     else:
-        sa, sb = warpgroup_mma_wait(LEFT, deps=[sa, sb])
+        sa, sb = warpgroup_mma_wait(0, deps=[sa, sb])
     return sa, sb, se
 
 
@@ -121,8 +133,11 @@ def keep_window(s, first: gl.constexpr, low, begin, stop, ONE_QUERY: gl.constexp
         wraps = at + count > RING
         start = gl.where(wraps, at + count - RING, at)
         length = gl.where(wraps, RING - count, count)
-        inside = (slot - start).to(gl.uint32) < length.to(gl.uint32)
-        return keep(s, inside != wraps)
+        # eights of slots that a thread's own place in an eight is inside of, as bits: one test of a bit a slot, whose number is a constant
+        low_eight = (start + 7 - (slot & 7)) >> 3
+        end_eight = (start + length + 7 - (slot & 7)) >> 3
+        bits = ((1 << end_eight) - (1 << low_eight)) ^ gl.where(wraps, -1, 0)
+        return keep(s, ((bits >> (slot >> 3)) & 1) != 0)
     else:
         rows: gl.constexpr = gl.SliceLayout(1, layout)
         return gl.where(seen_by(slot_keys(slot, low), begin, stop, rows, False), s, float("-inf"))
@@ -139,7 +154,7 @@ def opaque_zero(z, g, zero, D: gl.constexpr):
 
 @gluon.jit
 def tile_forward(
-    row, row_end, query, step, low, cmp_begin, turn, z, zero, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged,
+    row, row_end, query, step, low, cmp_begin, turn, z, zero, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots, full, empty,
     facts, sink_s, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 rows, this consumer's tile number `turn`."""
@@ -164,19 +179,22 @@ def tile_forward(
         seen = stop
         if ENTRIES > 0:
             seen = gl.load(at + 3, mask=on, other=0) - cmp_begin
-    # S, two chunks after two; their slots are free again when the next products have been issued and their own are done
+    # S, two chunks after two; their slots are free again as soon as q is in registers
     sa = gl.zeros([64, RING_A], gl.float32, layout=a_layout)
     sb = gl.zeros([64, RING_B], gl.float32, layout=b_layout)
     se = gl.zeros([64, BE], gl.float32, layout=e_layout)
     for g in range(D // CHUNK // 4):
         z = opaque_zero(z, g, zero, D)
         parity = (turn * (D // CHUNK // (2 * PAIRS)) + (g if PAIRS == 2 else 0)) & 1
-        sa, sb, se = score_pair(0, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, ENTRIES, PAIRS)
-        sa, sb, se = score_pair(1, g, sa, sb, se, parity, z, ring_a, ring_b, entry_s, slots, full, ENTRIES, PAIRS)
-        sa, sb, se = scores_done(sa, sb, se, 4 + 2 * TILES, ENTRIES)
+        x, y = read_pair(0, g, parity, z, slots, full, a_layout, PAIRS)
         free_pair(empty, 0, g, PAIRS)
-        sa, sb, se = scores_done(sa, sb, se, 0, ENTRIES)  # no product may run on into the next pass of the loop
+        sa, sb, se = score_chunk(0, g, x, sa, sb, se, z, ring_a, ring_b, entry_s, ENTRIES)
+        sa, sb, se = score_chunk(1, g, y, sa, sb, se, z, ring_a, ring_b, entry_s, ENTRIES)
+        x, y = read_pair(1, g, parity, z, slots, full, a_layout, PAIRS)
         free_pair(empty, 1, g, PAIRS)
+        sa, sb, se = score_chunk(2, g, x, sa, sb, se, z, ring_a, ring_b, entry_s, ENTRIES)
+        sa, sb, se = score_chunk(3, g, y, sa, sb, se, z, ring_a, ring_b, entry_s, ENTRIES)
+        sa, sb, se = scores_done(sa, sb, se, ENTRIES)  # no product may run on into the next pass of the loop
     if ONE_QUERY:
         i = (row // N).to(gl.int32) - query
         begin = number(facts[1], i, step)
@@ -199,22 +217,29 @@ def tile_forward(
     sa = gl.exp2(sa * scale2 - m[:, None])
     sb = gl.exp2(sb * scale2 - gl.convert_layout(m, b_rows)[:, None])
     l = gl.sum(sa, 1) + gl.convert_layout(gl.sum(sb, 1), a_rows)
-    pa = gl.convert_layout(sa.to(dtype), p_layout)
-    pb = gl.convert_layout(sb.to(dtype), p_layout)
-    pe = pb
     if TILES == 1:
         se = gl.exp2(se * scale2 - gl.convert_layout(m, e_rows)[:, None])
         l += gl.convert_layout(gl.sum(se, 1), a_rows)
-        pe = gl.convert_layout(se.to(dtype), p_layout)
     if ONE_QUERY and SINKS:
         sink = sink_s.index((row // 64 % (N // 64)).to(gl.int32)).load(a_rows)
     else:
         sink = load_sink(sinks, (r % N).to(gl.int32), on, SINKS)
     inverse, total = with_sink(m, l, sink, SINKS)
     gl.store(lse + r, total, mask=on)
+    EARLY: gl.constexpr = dtype == gl.bfloat16  # float16 has no exponents for weights beside a large sink
+    if EARLY:  # 88 products in place of the output's 256
+        sa = sa * inverse[:, None]
+        sb = sb * gl.convert_layout(inverse, b_rows)[:, None]
+        if TILES == 1:
+            se = se * gl.convert_layout(inverse, e_rows)[:, None]
+    pa = gl.convert_layout(sa.to(dtype), p_layout)
+    pb = gl.convert_layout(sb.to(dtype), p_layout)
+    pe = pb
+    if TILES == 1:
+        pe = gl.convert_layout(se.to(dtype), p_layout)
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))
     # O of one chunk while the last one is written out
-    copy: gl.constexpr = copy_layout_for(CHUNK)
+    copy: gl.constexpr = warp_rows()
     rc = row + gl.arange(0, 64, layout=gl.SliceLayout(1, copy))
     target = out + rc[:, None] * D + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, copy))[None, :]
     writes = (rc < row_end)[:, None]
@@ -229,13 +254,24 @@ def tile_forward(
                 current = upcoming
             else:
                 v = warpgroup_mma_wait(0, deps=[current])
-            staged.store((v * inverse[:, None]).to(dtype))
-            gl.store(target + (g * 4 + c) * CHUNK, staged.load(copy), mask=writes)
+            if EARLY:
+                v = v.to(dtype)
+            else:
+                v = (v * inverse[:, None]).to(dtype)
+            gl.store(target + (g * 4 + c) * CHUNK, gl.convert_layout(v, copy), mask=writes)
+
+
+@gluon.constexpr_function
+def warp_rows():
+    """[64, 64] of 16 bits, 16 bytes a thread and whole rows: those of the product that the same warp has made, so that it waits for no other."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]], [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]], [[16, 0], [32, 0]], [], [64, 64]
+    )
 
 
 @gluon.jit
 def consumer(
-    X: gl.constexpr, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full, empty, staged, facts, told, k_full,
+    X: gl.constexpr, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full, empty, facts, told, k_full,
     k_empty, sink_s, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr, SINKS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """Consumer X: every second tile of the program's steps."""
@@ -253,7 +289,7 @@ def consumer(
             z = tile * zero  # added to `low` it keeps what depends on that alone out of registers across tiles
             tile_forward(
                 row, row_end, query, step, low + z, cmp_begin, turn, z, zero, out, lse, sinks, places, scale2, ring_a, ring_b, entry_s, slots,
-                full, empty, staged, facts, sink_s, N, D, ENTRIES, SINKS, PAIRS,
+                full, empty, facts, sink_s, N, D, ENTRIES, SINKS, PAIRS,
             )  # fmt: skip
             turn += 1
         free_keys(step, k_empty)
@@ -276,8 +312,6 @@ def hopper_dense_fwd_kernel(
     if ENTRIES > 0:
         entry_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ENTRIES, CHUNK], dtype)
         entry_s = gl.allocate_shared_memory(dtype, [D // CHUNK, ENTRIES, CHUNK], entry_layout)
-    staged_0 = gl.allocate_shared_memory(dtype, [64, CHUNK], tile_layout)
-    staged_1 = gl.allocate_shared_memory(dtype, [64, CHUNK], tile_layout)
     full_0, full_1, empty = new_pair_barriers(64, PAIRS), new_pair_barriers(64, PAIRS), new_pair_barriers(1, PAIRS)
     facts, told = new_facts(), new_step_barriers(1)
     sink_s = slots  # stands in where sinks are loaded with the rows
@@ -290,18 +324,18 @@ def hopper_dense_fwd_kernel(
     gl.warp_specialize(
         [
             (consumer, (
-                0, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full_0, empty, staged_0, facts, told, k_full,
+                0, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full_0, empty, facts, told, k_full,
                 k_empty, sink_s, N, D, ENTRIES, SINKS, PAIRS,
             )),
             (consumer, (
-                1, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full_1, empty, staged_1, facts, told, k_full,
+                1, out, lse, sinks, places, rows, zero, scale2, ring_a, ring_b, entry_s, slots, full_1, empty, facts, told, k_full,
                 k_empty, sink_s, N, D, ENTRIES, SINKS, PAIRS,
             )),
             (q_producer, (q, rows, zero, slots, full_0, full_1, empty, facts, told, N, D, PAIRS)),
             (key_producer, (ori_kv, cmp_kv, places, rows, ring_a, ring_b, entry_s, facts, told, k_full, k_empty, D, ENTRIES)),
         ],
         [4, 2, 2],
-        [216, 72, 72],
+        [224, 56, 56],
     )  # fmt: skip
 
 

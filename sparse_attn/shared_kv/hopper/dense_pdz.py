@@ -115,12 +115,17 @@ def score_chunk(
             db = warpgroup_mma(x, ring_b.index(at + k).permute((1, 0)), db, is_async=True)
             if ENTRIES > 0:
                 de = warpgroup_mma(x, entry_s.index(at + k).permute((1, 0)), de, is_async=True)
-    if j > 0:
-        sa, sb, se, da, db, de = products_done(PRODUCTS, sa, sb, se, da, db, de, ENTRIES)
-        mbarrier.arrive(empty.index((use + PAIRS - 1) % PAIRS), count=1)
-    if j == 3:  # no product may run on into the next pass of the loop
+    if PAIRS < 5:
+        # freed at once: with three pairs, one that is held until the next has come leaves two on their way
         sa, sb, se, da, db, de = products_done(0, sa, sb, se, da, db, de, ENTRIES)
         mbarrier.arrive(empty.index(pair), count=1)
+    else:
+        if j > 0:
+            sa, sb, se, da, db, de = products_done(PRODUCTS, sa, sb, se, da, db, de, ENTRIES)
+            mbarrier.arrive(empty.index((use + PAIRS - 1) % PAIRS), count=1)
+        if j == 3:  # no product may run on into the next pass of the loop
+            sa, sb, se, da, db, de = products_done(0, sa, sb, se, da, db, de, ENTRIES)
+            mbarrier.arrive(empty.index(pair), count=1)
     return sa, sb, se, da, db, de, bits
 
 
@@ -241,6 +246,9 @@ def tile_backward(
     # both with exponent and weight at once: what is not seen is 0 whatever the product made of it
     sa = gl.where(in_window(na, begin, stop, a_rows, ONE_QUERY), gl.exp2(sa * scale2 - lse2[:, None]), 0.0)
     sb = gl.where(in_window(nb, begin, stop, b_rows, ONE_QUERY), gl.exp2(sb * scale2 - gl.convert_layout(lse2, b_rows)[:, None]), 0.0)
+    # out of the registers before dZ is made
+    store_blocks(p, row, row_end, sa.to(dtype), 0, RING, ONE_QUERY)
+    store_blocks(p, row, row_end, sb.to(dtype), RING_A, RING, ONE_QUERY)
     w = gl.sum(sa * da, 1) + gl.convert_layout(gl.sum(sb * db, 1), a_rows)
     if TILES == 1:
         entry = gl.arange(0, BE, layout=gl.SliceLayout(0, e_layout))
@@ -257,8 +265,6 @@ def tile_backward(
     ze = zb
     if TILES == 1:
         ze = (se * (de * scale - gl.convert_layout(ws, e_rows)[:, None])).to(dtype)
-    store_blocks(p, row, row_end, sa.to(dtype), 0, RING, ONE_QUERY)
-    store_blocks(p, row, row_end, sb.to(dtype), RING_A, RING, ONE_QUERY)
     store_blocks(dz, row, row_end, za, 0, RING, ONE_QUERY)
     store_blocks(dz, row, row_end, zb, RING_A, RING, ONE_QUERY)
     if TILES == 1:

@@ -79,25 +79,18 @@ def entry_chunk(j: gl.constexpr, g, se, de, use, bits, slots, wide, full, empty,
                 se = warpgroup_mma(slots.index(2 * pair + part), k, se, is_async=True)
             else:
                 de = warpgroup_mma(slots.index(2 * pair + part), k, de, is_async=True)
-    if j > 0:
-        se, de = warpgroup_mma_wait(2, deps=[se, de])
-        if ENTRIES == 128:
-            mbarrier.arrive(empty.index((entry_use - 1) % PAIRS), count=1)
-            mbarrier.arrive(empty.index((entry_use - 2) % PAIRS), count=1)
-        elif j % 2 == 1:
-            mbarrier.arrive(empty.index((pair_use - 1) % PAIRS), count=1)
-        else:
-            mbarrier.arrive(empty.index((at - 1) % PAIRS), count=1)
-            mbarrier.arrive(empty.index((at - 3) % PAIRS), count=1)
-    if j == 3:
-        se, de = warpgroup_mma_wait(0, deps=[se, de])
+    # freed at once: a slot held until the next one has come is a slot that nothing is on its way to
+    se, de = warpgroup_mma_wait(0, deps=[se, de])
+    if ENTRIES == 128:
         mbarrier.arrive(empty.index(entry_use % PAIRS), count=1)
-        mbarrier.arrive(empty.index(pair), count=1)
+    elif j % 2 == 1:
+        mbarrier.arrive(empty.index(entry_use % PAIRS), count=1)
+    mbarrier.arrive(empty.index(pair), count=1)
     return se, de, bits
 
 
 @gluon.jit
-def window_chunk(j: gl.constexpr, g, sa, sb, da, db, use, use_before, bits, z, ring_a, ring_b, slots, full, empty):
+def window_chunk(j: gl.constexpr, g, sa, sb, da, db, use, bits, z, ring_a, ring_b, slots, full, empty):
     """As dense_pdz.score_chunk, for slots that are not one after the other."""
     at = g * 4 + j // 2 * 2 + z
     pair = use % PAIRS
@@ -111,12 +104,8 @@ def window_chunk(j: gl.constexpr, g, sa, sb, da, db, use, use_before, bits, z, r
         else:
             da = warpgroup_mma(x, ring_a.index(at + k).permute((1, 0)), da, is_async=True)
             db = warpgroup_mma(x, ring_b.index(at + k).permute((1, 0)), db, is_async=True)
-    if j > 0:
-        sa, sb, da, db = warpgroup_mma_wait(4, deps=[sa, sb, da, db])
-        mbarrier.arrive(empty.index(use_before % PAIRS), count=1)
-    if j == 3:
-        sa, sb, da, db = warpgroup_mma_wait(0, deps=[sa, sb, da, db])
-        mbarrier.arrive(empty.index(pair), count=1)
+    sa, sb, da, db = warpgroup_mma_wait(0, deps=[sa, sb, da, db])
+    mbarrier.arrive(empty.index(pair), count=1)
     return sa, sb, da, db, bits
 
 
@@ -201,8 +190,7 @@ def tile_backward(
     se = gl.where(visible, gl.exp2(se * scale2 - gl.convert_layout(lse2, e_rows)[:, None]), 0.0)
     w = gl.convert_layout(gl.sum(se * de, 1), a_rows)
     store_blocks(pe, row, row_end, se.to(dtype), 0, ENTRIES, ONE_QUERY)
-    PARKED: gl.constexpr = ENTRIES == 128  # 64 are few enough to stay in registers
-    pe_held = se.to(dtype)
+    PARKED: gl.constexpr = ENTRIES == 128  # of 64, dP stays in registers
     de_held = de.to(dtype)
     if PARKED:
         store_blocks(dze, row, row_end, de_held, 0, ENTRIES, ONE_QUERY)
@@ -217,45 +205,45 @@ def tile_backward(
         z = (z + g) * zero
         for j in gl.static_range(4):
             sa, sb, da, db, bits = window_chunk(
-                j, g, sa, sb, da, db, window_use(g * 4 + j, use + SWEEP, mixed, ENTRIES),
-                window_use(g * 4 + j - 1, use + SWEEP, mixed, ENTRIES), bits, z, ring_a, ring_b, slots, full, empty,
+                j, g, sa, sb, da, db, window_use(g * 4 + j, use + SWEEP, mixed, ENTRIES), bits, z, ring_a, ring_b, slots, full, empty,
             )  # fmt: skip
     na = gl.arange(0, RING_A, layout=gl.SliceLayout(0, a_layout))
     nb = RING_A + gl.arange(0, RING_B, layout=gl.SliceLayout(0, b_layout))
     sa = gl.where(in_window(na, begin, stop, a_rows, ONE_QUERY), gl.exp2(sa * scale2 - lse2[:, None]), 0.0)
     sb = gl.where(in_window(nb, begin, stop, b_rows, ONE_QUERY), gl.exp2(sb * scale2 - gl.convert_layout(lse2, b_rows)[:, None]), 0.0)
+    # out of the registers before dZ is made
+    store_blocks(p, row, row_end, sa.to(dtype), 0, RING, ONE_QUERY)
+    store_blocks(p, row, row_end, sb.to(dtype), RING_A, RING, ONE_QUERY)
     w += gl.sum(sa * da, 1) + gl.convert_layout(gl.sum(sb * db, 1), a_rows)
     gl.store(delta + r, w, mask=on)
     ws = w * scale
     za = (sa * (da * scale - ws[:, None])).to(dtype)
     zb = (sb * (db * scale - gl.convert_layout(ws, b_rows)[:, None])).to(dtype)
-    if PARKED:
-        # what this thread has stored before
-        pe_ptrs, rb = block_pointers(pe, row, ENTRIES, ENTRIES)
-        dze_ptrs, _ = block_pointers(dze, row, ENTRIES, ENTRIES)
-        if ONE_QUERY:
-            pb = gl.load(pe_ptrs)
+    # what this thread has stored before
+    pe_ptrs, rb = block_pointers(pe, row, ENTRIES, ENTRIES)
+    dze_ptrs, _ = block_pointers(dze, row, ENTRIES, ENTRIES)
+    if ONE_QUERY:
+        pb = gl.load(pe_ptrs)
+        if PARKED:
             dpb = gl.load(dze_ptrs)
-        else:
-            on_b = (rb < row_end)[:, None]
-            pb = gl.load(pe_ptrs, mask=on_b, other=0.0)
+    else:
+        on_b = (rb < row_end)[:, None]
+        pb = gl.load(pe_ptrs, mask=on_b, other=0.0)
+        if PARKED:
             dpb = gl.load(dze_ptrs, mask=on_b, other=0.0)
-    store_blocks(p, row, row_end, sa.to(dtype), 0, RING, ONE_QUERY)
-    store_blocks(p, row, row_end, sb.to(dtype), RING_A, RING, ONE_QUERY)
     store_blocks(dz, row, row_end, za, 0, RING, ONE_QUERY)
     store_blocks(dz, row, row_end, zb, RING_A, RING, ONE_QUERY)
-    if PARKED:
-        wb = gl.convert_layout(ws, gl.SliceLayout(1, block_layout(ENTRIES)))
-        zbl = (pb.to(gl.float32) * (dpb.to(gl.float32) * scale - wb[:, None])).to(dtype)
-        if ONE_QUERY:
-            gl.store(dze_ptrs, zbl)
-        else:
-            gl.store(dze_ptrs, zbl, mask=on_b)
-        ze = zbl.reshape([64, ENTRIES // 16, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([64, ENTRIES])
-        ze = gl.convert_layout(ze, e_layout, assert_trivial=True)
+    wb = gl.convert_layout(ws, gl.SliceLayout(1, block_layout(ENTRIES)))
+    if not PARKED:
+        dpb = de_held.reshape([64, ENTRIES // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, ENTRIES])
+        dpb = gl.convert_layout(dpb, block_layout(ENTRIES), assert_trivial=True)
+    zbl = (pb.to(gl.float32) * (dpb.to(gl.float32) * scale - wb[:, None])).to(dtype)
+    if ONE_QUERY:
+        gl.store(dze_ptrs, zbl)
     else:
-        ze = (pe_held.to(gl.float32) * (de_held.to(gl.float32) * scale - gl.convert_layout(ws, e_rows)[:, None])).to(dtype)
-        store_blocks(dze, row, row_end, ze, 0, ENTRIES, ONE_QUERY)
+        gl.store(dze_ptrs, zbl, mask=on_b)
+    ze = zbl.reshape([64, ENTRIES // 16, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([64, ENTRIES])
+    ze = gl.convert_layout(ze, e_layout, assert_trivial=True)
     za = gl.convert_layout(za, z_layout)
     zb = gl.convert_layout(zb, z_layout)
     ze = gl.convert_layout(ze, z_layout)
@@ -268,13 +256,10 @@ def tile_backward(
         z = (z + g) * zero
         current, bits = dq_chunk(0, g, za, zb, ze, o_zero, z, dq_use, dq_mixed, bits, ring_a, ring_b, slots, wide, full, ENTRIES)
         for c in gl.static_range(4):
-            if c < 3:
-                upcoming, bits = dq_chunk(c + 1, g, za, zb, ze, o_zero, z, dq_use, dq_mixed, bits, ring_a, ring_b, slots, wide, full, ENTRIES)
-                v = warpgroup_mma_wait(3, deps=[current])
-                current = upcoming
-            else:
-                v = warpgroup_mma_wait(0, deps=[current])
+            v = warpgroup_mma_wait(0, deps=[current])
             free_entries(c, g, dq_use, dq_mixed, empty, ENTRIES)
+            if c < 3:
+                current, bits = dq_chunk(c + 1, g, za, zb, ze, o_zero, z, dq_use, dq_mixed, bits, ring_a, ring_b, slots, wide, full, ENTRIES)
             store_dq(target + (g * 4 + c) * CHUNK, v.to(dtype), rq < row_end, ONE_QUERY)
     return bits
 

@@ -6,8 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparse_attn.shared_kv.hopper.core import store_heads
-
 
 @gluon.jit
 def load_sink(sinks, h, on, SINKS: gl.constexpr):
@@ -56,32 +54,35 @@ def finished(
     return (a * inverse).to(dtype), (b * inverse).to(dtype)
 
 
-@gluon.jit
-def store_pair(x, a, b, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
-    """As store_through, WIDTH at most 64."""
-    if WIDTH < 64:
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], staged.dtype)
-        staged = staged._reinterpret(staged.dtype, [64, WIDTH], layout)
-        other = other._reinterpret(other.dtype, [64, WIDTH], layout)
-    staged.store(a)
-    store_heads(x, staged, row, group, first, N, D, WIDTH)
-    other.store(b)
-    store_heads(x, other, row, group, first + WIDTH, N, D, WIDTH)
+@gluon.constexpr_function
+def warp_rows(WIDTH):
+    """[64, WIDTH] of 16 bits on four warps, 16 bytes a thread and whole rows: those of a product's result that the same warp has made."""
+    across = WIDTH // 8  # lanes of a row
+    lanes, registers = [], [[0, 1], [0, 2], [0, 4]]
+    step = 8
+    while step < 8 * across:
+        lanes.append([0, step])
+        step *= 2
+    step = 1
+    while len(lanes) < 5:
+        lanes.append([step, 0])
+        step *= 2
+    while step < 16:
+        registers.append([step, 0])
+        step *= 2
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, WIDTH])
 
 
 @gluon.jit
-def store_halves(x, a, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr):
-    """a [64, 128] as store_through."""
-    left, right = a.reshape([64, 2, 64]).permute((0, 2, 1)).split()
-    store_pair(x, left, right, staged, other, row, group, first, N, D, 64)
-
-
-@gluon.jit
-def store_through(x, a, b, staged, other, row, group, first, N: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
-    """a and b [64, WIDTH], WIDTH 32, 64 or 128, to channels from `first` on of 64 heads of x [rows, N, D], at most 64 at a time through staged
-    and other [64, 64] in turn, so that the stores to device memory are whole rows."""
-    if WIDTH == 128:
-        store_halves(x, a, staged, other, row, group, first, N, D)
-        store_halves(x, b, staged, other, row, group, first + WIDTH, N, D)
+def store_rows(x, v, row, group, first, N: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    """v [64, WIDTH], a product's result in 16 bits, to channels from `first` on of 64 heads of x [rows, N, D]. Its layout changes within a warp,
+    which waits for no other one."""
+    layout: gl.constexpr = warp_rows(WIDTH)
+    h = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    ptrs = x + (row.to(gl.int64) * N + group * 64) * D + first + h[:, None] * D + d[None, :]
+    v = gl.convert_layout(v, layout)
+    if N % 64 == 0:
+        gl.store(ptrs, v)
     else:
-        store_pair(x, a, b, staged, other, row, group, first, N, D, WIDTH)
+        gl.store(ptrs, v, mask=(group * 64 + h < N)[:, None])

@@ -5,8 +5,8 @@
     warpgroup 2   gathers the keys with cp.async into two tiles of four parts [64 keys, D / 4 channels], each free again once it has been read
 
 Tiles go in pairs. Each consumer makes P of its own tile and hands it to the other in 16 bits through shared memory, since each owns half
-of D but needs every key. Row sums stay apart until the end, where the sink joins them. Of an odd number of tiles the last has no partner:
-warpgroup 1 has no scores of its own then.
+of D but needs every key. Row sums stay apart until the end, where the sink joins them. Of an odd number of tiles the first has no partner:
+warpgroup 1, which has no scores of its own then, comes from the output of the task before, and the next pair's odd tile is on its way already.
 
 What is taken from the scores before exp2 does not matter to a softmax; a running maximum is there so that exp2 neither overflows nor loses
 all keys. With sums in fp32 and P in bfloat16, which has their exponents, only rows whose scores lie beyond some +-50 (base 2) would do
@@ -18,17 +18,17 @@ at once. float16 has its maxima from the start (MAXIMUM): they travel 0 -> 1 -> 
 over the next, warpgroup 0 then rescales to warpgroup 1's.
 
 The grid is as large as the device, so that q and the first keys of the next task arrive while the last one is finished: q is free after
-the last S, and the output is staged in the last key tile. Without lists, where tasks are short, the output goes through the P tiles and two
-more like them, and leaves in the next task: warpgroup 0's under its first products, warpgroup 1's while its first tile is on its way.
+the last S, and the output needs no key tile, as its layout changes within a warp. Without lists, where tasks are short, it leaves in the next
+task: warpgroup 0's under its first products, warpgroup 1's while its first tile is on its way.
 
-Shared memory at D = 512, 210 KB: q 64, two key tiles 128, two P tiles 16, a few rows of maxima and sums; for CFA 226, the output's 16.
+Shared memory at D = 512, 225 KB: q 64, two key tiles 128, two P tiles 16, 16 for the output's change of layout, a few rows of maxima and sums.
 
 Barriers. Part i of the keys is tile i // 4 of the pair, quarter i % 4 of D.
     q_full[4], k_full[8]   128 arrivals: each producer thread's own cp.async group (increment_count=False)
-    q_empty                2 arrivals, after the last S of either consumer
-    k_empty[8]             1 arrival, from the warpgroup that owns this part of D. The other one reads the part for its S only, and its P
-                           (which the owner has waited for) comes after that S: one arrival will do.
-    p_full[2], p_empty[2]  P (and the maximum) of even / odd tiles; full by the maker, empty by the other warpgroup
+    q_empty                256 arrivals, of every consumer's threads (tasks.free), after the last S
+    k_empty[8]             128 arrivals, from the warpgroup that owns this part of D. The other one reads the part for its S only, and its P
+                           (which the owner has waited for) comes after that S: one warpgroup's will do.
+    p_full[2], p_empty[2]  P (and the maximum) of even / odd tiles; full by the maker, 1 arrival, empty by the other warpgroup, 128
     sum_full[2]            the two partial row sums, once a task
 
 Order between proxies. cp.async writes through the generic proxy and wgmma reads through the async proxy, so a proxy fence has to lie on
@@ -45,9 +45,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from sparse_attn.shared_kv.fwd import ALL
-from sparse_attn.shared_kv.hopper.core import new_barrier, store_heads, tile_keys
-from sparse_attn.shared_kv.hopper.finish import finished, store_through
-from sparse_attn.shared_kv.hopper.tasks import gather_tasks, issue_scores, new_copy_barriers, pair_is_whole, scores, task_of
+from sparse_attn.shared_kv.hopper.core import new_barrier, tile_keys
+from sparse_attn.shared_kv.hopper.finish import finished, store_rows
+from sparse_attn.shared_kv.hopper.tasks import begins_alone, even_tile, free, gather_tasks, issue_scores, new_copy_barriers, scores, task_of
 
 # What is taken from the scores of a row before exp2: its running maximum, nothing, or its maximum after all if any program asked for it
 MAXIMUM, NOTHING, ANEW = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -77,14 +77,12 @@ def issue_values(p, k_s, at, a, b):
 
 
 @gluon.jit
-def values(a, b, first, second, frees, LATER: gl.constexpr = 0):
+def values(a, b, first, second, LATER: gl.constexpr = 0):
     """What issue_values has issued, each part of the keys given free as soon as it is read. LATER products have been issued since."""
     a, b = warpgroup_mma_wait(LATER + 1, deps=[a, b])
-    if frees:
-        mbarrier.arrive(first, count=1)
+    free(first)
     a, b = warpgroup_mma_wait(LATER, deps=[a, b])
-    if frees:
-        mbarrier.arrive(second, count=1)
+    free(second)
     return a, b
 
 
@@ -113,7 +111,7 @@ def asked_anew(anew):
 
 @gluon.jit
 def consumer(
-    X: gl.constexpr, out, lse, sinks, indices, places, used, anew, rows, tasks, K, zero, scale2, q_s, k_s, p_s, spare_s, max_s, sum_s,
+    X: gl.constexpr, out, lse, sinks, indices, places, used, anew, rows, tasks, K, zero, scale2, q_s, k_s, p_s, max_s, sum_s,
     q_full, q_empty, k_full, k_empty, p_full, p_empty, sum_full,
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr, SINKS: gl.constexpr, MAXIMA: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
@@ -141,28 +139,26 @@ def consumer(
             m, l, a, b = nothing_seen(s_rows, o_layout, DP, MAXIMA)
         for part in gl.static_range(4):
             mbarrier.wait(q_full[part], q_phase)
+        alone = begins_alone(ranges, BN)
         for i in range(num_pairs):
             # Opaque zero: a run-time argument, so ptxas cannot see that z is 0. With static tile indices it hoists every wgmma descriptor
             # out of the loop and spills them.
             z = i * zero
             last = i + 1 == num_pairs
-            whole = pair_is_whole(i, ranges, BN)
+            whole = i >= alone
             leaves = (i == 0) & (task >= gl.num_programs(0))  # the output of the task before
-            frees = i + 1 < num_pairs  # the odd tile
-            if LATE:
-                frees = i >= 0
-            _, valid = tile_keys(indices, first_slot, 2 * i + X, n, ranges, COMPRESSED == 2, BN)
+            _, valid = tile_keys(indices, first_slot, even_tile(i, alone) + X, n, ranges, COMPRESSED == 2, BN)
             if X == 0:
                 s = issue_scores(X, z, q_s, k_s, k_full, phase, s_zero)
                 if LATE:  # at compile time  # noqa: SIM102
                     if leaves:  # under these products
                         va, vb = finished(X, a, b, m, l, done_row, done_group, q_phase ^ 1, lse, sinks, sum_s, sum_full, dtype, N, SINKS)
-                        mbarrier.wait(p_empty[X], phase ^ 1)
-                        store_through(out, va, vb, p_s[X], spare_s[X], done_row, done_group, FIRST, N, D, DP)
+                        store_rows(out, va, done_row, done_group, FIRST, N, D, DP)
+                        store_rows(out, vb, done_row, done_group, FIRST + DP, N, D, DP)
                         m, l, a, b = nothing_seen(s_rows, o_layout, DP, MAXIMA)
                 s = warpgroup_mma_wait(0, deps=[s])
                 if last:
-                    mbarrier.arrive(q_empty, count=1)
+                    free(q_empty)
                 s = gl.where(valid[None, :], s * scale2, float("-inf"))
                 if MAXIMA:
                     m0 = gl.maximum(m, gl.max(s, 1))
@@ -183,10 +179,10 @@ def consumer(
                     l = l * alpha
                     m = m0
                 l += gl.sum(p, 1)
-                a, b = values(a, b, k_empty[0], k_empty[1], True)
-                mbarrier.wait(k_full[4], phase)
-                mbarrier.wait(k_full[5], phase)
+                a, b = values(a, b, k_empty[0], k_empty[1])
                 if whole:
+                    mbarrier.wait(k_full[4], odd_phase)
+                    mbarrier.wait(k_full[5], odd_phase)
                     mbarrier.wait(p_full[1], odd_phase)
                     if MAXIMA:
                         m = max_s[1].load(s_rows)
@@ -195,23 +191,20 @@ def consumer(
                         a, b = rescaled(a, b, alpha)
                     fence_async_shared()
                     a, b = issue_values(p_s[1], k_s, z + 4, a, b)
-                    a, b = values(a, b, k_empty[4], k_empty[5], frees)
-                    mbarrier.arrive(p_empty[1], count=1)
+                    a, b = values(a, b, k_empty[4], k_empty[5])
+                    free(p_empty[1])
                     odd_phase = odd_phase ^ 1
-                elif frees:
-                    mbarrier.arrive(k_empty[4], count=1)
-                    mbarrier.arrive(k_empty[5], count=1)
             else:
                 if LATE:  # at compile time  # noqa: SIM102
                     if leaves:  # while the odd tile is on its way
                         va, vb = finished(X, a, b, m, l, done_row, done_group, q_phase ^ 1, lse, sinks, sum_s, sum_full, dtype, N, SINKS)
-                        mbarrier.wait(p_empty[X], odd_phase ^ 1)
-                        store_through(out, va, vb, p_s[X], spare_s[X], done_row, done_group, FIRST, N, D, DP)
+                        store_rows(out, va, done_row, done_group, FIRST, N, D, DP)
+                        store_rows(out, vb, done_row, done_group, FIRST + DP, N, D, DP)
                         m, l, a, b = nothing_seen(s_rows, o_layout, DP, MAXIMA)
                 if whole:
-                    s = scores(X, z, q_s, k_s, k_full, phase, s_zero)
+                    s = scores(X, z, q_s, k_s, k_full, odd_phase, s_zero)
                     if last:
-                        mbarrier.arrive(q_empty, count=1)
+                        free(q_empty)
                     s = gl.where(valid[None, :], s * scale2, float("-inf"))
                     if MAXIMA:
                         s_max = gl.max(s, 1)
@@ -238,18 +231,15 @@ def consumer(
                     if MAXIMA:
                         l = l * gl.exp2(m - m1)
                     l += gl.sum(p, 1)
-                    a, b = values(a, b, k_empty[2], k_empty[3], True, 0 if MAXIMA else 2)
-                    mbarrier.arrive(p_empty[0], count=1)
+                    a, b = values(a, b, k_empty[2], k_empty[3], 0 if MAXIMA else 2)
+                    free(p_empty[0])
                     if MAXIMA:
                         a, b = rescaled(a, b, gl.exp2(m0 - m1))
                         m = m1
                         a, b = issue_values(p_s[1], k_s, z + 6, a, b)
-                    a, b = values(a, b, k_empty[6], k_empty[7], frees)
+                    a, b = values(a, b, k_empty[6], k_empty[7])
                     odd_phase = odd_phase ^ 1
-                else:  # the last pair, and no scores of this side's own in it
-                    mbarrier.arrive(q_empty, count=1)
-                    for part in gl.static_range(4):  # no phase may go by unseen
-                        mbarrier.wait(k_full[4 + part], phase)
+                else:  # the first tile, and no scores of this side's own beside it
                     mbarrier.wait(p_full[0], phase)
                     if MAXIMA:
                         m0 = max_s[0].load(s_rows)
@@ -260,11 +250,8 @@ def consumer(
                     mbarrier.wait(k_full[3], phase)
                     fence_async_shared()
                     a, b = issue_values(p_s[0], k_s, z + 2, a, b)
-                    a, b = values(a, b, k_empty[2], k_empty[3], True)
-                    mbarrier.arrive(p_empty[0], count=1)
-                    if frees:
-                        mbarrier.arrive(k_empty[6], count=1)
-                        mbarrier.arrive(k_empty[7], count=1)
+                    a, b = values(a, b, k_empty[2], k_empty[3])
+                    free(p_empty[0])
             phase = phase ^ 1
         # The other side has read the sums of the last task long ago: it has made P for this one since.
         sum_s[X].store(l)
@@ -276,21 +263,14 @@ def consumer(
             done_group = group
         else:
             va, vb = finished(X, a, b, m, l, row, group, q_phase, lse, sinks, sum_s, sum_full, dtype, N, SINKS)
-            # Stage the output in this warpgroup's half of the last tile, so that the stores to device memory are whole rows. Only then
-            # may the half be filled again; the other warpgroup has read it for its S alone, which is long done.
-            at = num_pairs * zero + 4 + 2 * X
-            k_s.index(at).store(va)
-            k_s.index(at + 1).store(vb)
-            store_heads(out, k_s.index(at), row, group, FIRST, N, D, DP)
-            mbarrier.arrive(k_empty[4 + 2 * X], count=1)
-            store_heads(out, k_s.index(at + 1), row, group, FIRST + DP, N, D, DP)
-            mbarrier.arrive(k_empty[5 + 2 * X], count=1)
+            store_rows(out, va, row, group, FIRST, N, D, DP)
+            store_rows(out, vb, row, group, FIRST + DP, N, D, DP)
         q_phase = q_phase ^ 1
     if LATE:  # at compile time  # noqa: SIM102
         if gl.program_id(0) < tasks:
             va, vb = finished(X, a, b, m, l, done_row, done_group, q_phase ^ 1, lse, sinks, sum_s, sum_full, dtype, N, SINKS)
-            mbarrier.wait(p_empty[X], (phase if X == 0 else odd_phase) ^ 1)
-            store_through(out, va, vb, p_s[X], spare_s[X], done_row, done_group, FIRST, N, D, DP)
+            store_rows(out, va, done_row, done_group, FIRST, N, D, DP)
+            store_rows(out, vb, done_row, done_group, FIRST + DP, N, D, DP)
 
 
 @gluon.jit(do_not_specialize=["rows", "tasks", "K", "zero", "scale"])
@@ -313,25 +293,22 @@ def hopper_fwd_kernel(
     q_s = gl.allocate_shared_memory(dtype, [4, 64, DP], q_layout)
     k_s = gl.allocate_shared_memory(dtype, [8, BN, DP], k_layout)
     p_s = (gl.allocate_shared_memory(dtype, [64, BN], p_layout), gl.allocate_shared_memory(dtype, [64, BN], p_layout))
-    spare_s = p_s  # where it is not used
-    if leaves_late(COMPRESSED):
-        spare_s = (gl.allocate_shared_memory(dtype, [64, BN], p_layout), gl.allocate_shared_memory(dtype, [64, BN], p_layout))
     max_s = (gl.allocate_shared_memory(gl.float32, [64], row_layout), gl.allocate_shared_memory(gl.float32, [64], row_layout))
     sum_s = (gl.allocate_shared_memory(gl.float32, [64], row_layout), gl.allocate_shared_memory(gl.float32, [64], row_layout))
     q_full, q_empty, k_full, k_empty = new_copy_barriers()
     p_full = (new_barrier(1), new_barrier(1))
-    p_empty = (new_barrier(1), new_barrier(1))
+    p_empty = (new_barrier(128), new_barrier(128))
     sum_full = (new_barrier(1), new_barrier(1))
-    # Register split: 12 warps start at 168 each. The producer needs few, so the worker counts [216, 72] leave 216 to both consumers (the
+    # Register split: 12 warps start at 168 each. The producer needs few, so the worker counts [224, 56] leave 224 to both consumers (the
     # default warpgroup gets what remains): 128 for the accumulator, the rest for S and addresses.
     gl.warp_specialize(
         [
             (consumer, (
-                0, out, lse, sinks, indices, places, used, anew, rows, tasks, K, zero, scale2, q_s, k_s, p_s, spare_s, max_s, sum_s,
+                0, out, lse, sinks, indices, places, used, anew, rows, tasks, K, zero, scale2, q_s, k_s, p_s, max_s, sum_s,
                 q_full, q_empty, k_full, k_empty, p_full, p_empty, sum_full, N, D, COMPRESSED, SINKS, MAXIMA, BN,
             )),
             (consumer, (
-                1, out, lse, sinks, indices, places, used, anew, rows, tasks, K, zero, scale2, q_s, k_s, p_s, spare_s, max_s, sum_s,
+                1, out, lse, sinks, indices, places, used, anew, rows, tasks, K, zero, scale2, q_s, k_s, p_s, max_s, sum_s,
                 q_full, q_empty, k_full, k_empty, p_full, p_empty, sum_full, N, D, COMPRESSED, SINKS, MAXIMA, BN,
             )),
             (gather_tasks, (
@@ -340,5 +317,5 @@ def hopper_fwd_kernel(
             )),
         ],
         [4, 4],
-        [216, 72],
+        [224, 56],
     )  # fmt: skip

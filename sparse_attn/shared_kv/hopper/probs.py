@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernel_runtime.launch import TRITON_DTYPE, Spec
 from sparse_attn.shared_kv.hopper.core import HEADS, load_ranges, programs, tile_keys
-from sparse_attn.shared_kv.hopper.tasks import BN, gather_tasks, new_copy_barriers, scores
+from sparse_attn.shared_kv.hopper.tasks import BN, begins_alone, even_tile, free, gather_tasks, new_copy_barriers, scores
 
 
 @gluon.jit
@@ -49,16 +49,18 @@ def consumer(
         lse2 = gl.load(lse + row.to(gl.int64) * N + h, mask=h < N, other=float("inf")) * 1.4426950408889634
         for part in gl.static_range(4):
             mbarrier.wait(q_full[part], q_phase)
-        for i in range(num_pairs):
+        alone = begins_alone(ranges, BN)
+        for i in range(alone * X, num_pairs):
             z = i * zero
-            _, valid = tile_keys(indices, first_slot, 2 * i + X, n, ranges, True, BN)
+            tile = even_tile(i, alone) + X
+            _, valid = tile_keys(indices, first_slot, tile, n, ranges, True, BN)
             s = scores(X, z, q_s, k_s, k_full, phase, s_zero)
             for part in gl.static_range(4):
-                mbarrier.arrive(k_empty[4 * X + part], count=1)
+                free(k_empty[4 * X + part])
             if i + 1 == num_pairs:
-                mbarrier.arrive(q_empty, count=1)
+                free(q_empty)
             p = gl.where(valid[None, :], gl.exp2(s * scale2 - lse2[:, None]), 0.0)
-            slot = (2 * i + X) * BN + n
+            slot = tile * BN + n
             gl.store(target + slot, gl.sum(p, 0) * (1.0 / N), mask=slot < ranges[5])
             phase = phase ^ 1
         q_phase = q_phase ^ 1

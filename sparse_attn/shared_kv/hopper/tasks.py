@@ -26,10 +26,17 @@ def task_of(task, rows, places, used, N: gl.constexpr, COMPRESSED: gl.constexpr,
 
 
 @gluon.jit
-def pair_is_whole(i, ranges, BN: gl.constexpr):
-    """Whether pair i has an odd tile: the last of an odd number of tiles has no partner, and nothing is loaded or computed for one. The first
-    pair counts as whole in any case, so that neither consumer can be through with a task before the other one has begun it."""
-    return (i == 0) | (2 * i + 1 < ranges[0] + gl.cdiv(ranges[5], BN))
+def begins_alone(ranges, BN: gl.constexpr):
+    """1 where a task's first tile has no partner: of an odd number of tiles, if there are more than one. 0 otherwise. The last pair is whole in
+    any case, so that neither consumer can be through with a task before the other one has begun it."""
+    tiles = ranges[0] + gl.cdiv(ranges[5], BN)
+    return gl.where(tiles > 1, tiles % 2, 0)
+
+
+@gluon.jit
+def even_tile(i, alone):
+    """The even tile of pair i; the odd one is the next."""
+    return gl.maximum(2 * i - alone, 0)
 
 
 @gluon.jit
@@ -43,6 +50,7 @@ def gather_tasks(
     n = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, DP, layout=gl.SliceLayout(0, layout))
     empty_phase = 1  # the first wait on an "empty" barrier must pass at once
+    odd_phase = 1  # of the odd tile's, which a tile alone leaves alone
     q_phase = 1
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         row, group, num_pairs, ranges = task_of(task, rows, places, used, N, COMPRESSED, WINDOW, BN)
@@ -50,17 +58,31 @@ def gather_tasks(
         mbarrier.wait(q_empty, q_phase)
         for part in gl.static_range(4):
             copy_heads(q, row, group, part * DP, q_s, zero + part, q_full[part], N, D, DP)
+        alone = begins_alone(ranges, BN)
         for i in range(num_pairs):
             z = i * zero
-            for tile in gl.static_range(2):
-                ptrs, valid = tile_pointers(ori_kv, cmp_kv, indices, first_slot, 2 * i + tile, n, d, ranges, D, COMPRESSED == 2, BN)
-                for part in gl.static_range(4):
-                    mbarrier.wait(k_empty[4 * tile + part], empty_phase)
-                    if pair_is_whole(i, ranges, BN) | (tile == 0):
-                        async_copy.async_copy_global_to_shared(k_s.index(z + 4 * tile + part), ptrs + part * DP, mask=valid)
-                    async_copy.mbarrier_arrive(k_full[4 * tile + part], increment_count=False)
+            ptrs, valid = tile_pointers(ori_kv, cmp_kv, indices, first_slot, even_tile(i, alone), n, d, ranges, D, COMPRESSED == 2, BN)
+            for part in gl.static_range(4):
+                mbarrier.wait(k_empty[part], empty_phase)
+                async_copy.async_copy_global_to_shared(k_s.index(z + part), ptrs + part * DP, mask=valid)
+                async_copy.mbarrier_arrive(k_full[part], increment_count=False)
             empty_phase = empty_phase ^ 1
+            if i + alone < num_pairs:  # beside a tile alone, the next pair's odd tile, and so on
+                odd = even_tile(i + alone, alone) + 1
+                ptrs, valid = tile_pointers(ori_kv, cmp_kv, indices, first_slot, odd, n, d, ranges, D, COMPRESSED == 2, BN)
+                for part in gl.static_range(4):
+                    mbarrier.wait(k_empty[4 + part], odd_phase)
+                    async_copy.async_copy_global_to_shared(k_s.index(z + 4 + part), ptrs + part * DP, mask=valid)
+                    async_copy.mbarrier_arrive(k_full[4 + part], increment_count=False)
+                odd_phase = odd_phase ^ 1
         q_phase = q_phase ^ 1
+
+
+@gluon.jit
+def free(bar):
+    """Every thread of a consumer says for itself that it is through with what bar guards: mbarrier.arrive would bring the warpgroup together
+    first. Nothing that this thread has written is handed over by it."""
+    async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
@@ -72,12 +94,12 @@ def four_barriers(count: gl.constexpr):
 def new_copy_barriers():
     """q_full, q_empty, k_full, k_empty between gather_tasks and its two consumers."""
     q_full = four_barriers(128)
-    q_empty = new_barrier(2)
+    q_empty = new_barrier(256)
     a, b, c, d = four_barriers(128)
     e, f, g, h = four_barriers(128)
     k_full = (a, b, c, d, e, f, g, h)
-    a, b, c, d = four_barriers(1)
-    e, f, g, h = four_barriers(1)
+    a, b, c, d = four_barriers(128)
+    e, f, g, h = four_barriers(128)
     return q_full, q_empty, k_full, (a, b, c, d, e, f, g, h)
 
 
