@@ -191,12 +191,12 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """
     if type(args[-1]) is Replay:  # whoever found it has seen to all that
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # as below
+    if torch._C._are_functorch_transforms_active():  # in compiled code too, where the op's gradients would be zero without a word
+        raise RuntimeError(f"{function.__name__}: torch.func (grad, vmap, jvp, ...) cannot transform a registered op; use impl='eager'")
     if torch.compiler.is_compiling():
         args = tuple(a.view_as(a) if isinstance(a, torch.Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args))
-    elif _PLAIN.issuperset(map(type, args)) and not torch._C._are_functorch_transforms_active():
+    elif _PLAIN.issuperset(map(type, args)):
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # mypy wants an instance there
-    elif torch._C._are_functorch_transforms_active():
-        raise RuntimeError(f"{function.__name__}: torch.func (grad, vmap, jvp, ...) cannot transform a registered op; use impl='eager'")
     return function.apply(*args)
 
 

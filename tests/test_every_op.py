@@ -67,10 +67,16 @@ def test_second_derivative_is_refused_for_a_constant_cotangent_too(name):
         (loss + sum(g.square().sum() for g in grads)).backward()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("name", OPS)
-def test_torch_func_is_refused_by_name(name):
+def test_torch_func_is_refused_by_name(name, compiled):
+    """In compiled code too: torch.compile would take such a gradient to be zero."""
+    gradient = torch.func.grad(lambda *t: sum(o.sum() for o in outputs(name, t, "auto") if o.is_floating_point()))
+    if compiled:
+        torch._dynamo.reset()
+        gradient = torch.compile(gradient, fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match=r"torch\.func .* cannot transform a registered op"):
-        torch.func.grad(lambda *t: sum(o.sum() for o in outputs(name, t, "auto") if o.is_floating_point()))(*(t.detach() for t in leaves(name)))
+        gradient(*(t.detach() for t in leaves(name)))
 
 
 @pytest.mark.parametrize("impl", ["eager", "auto"])
