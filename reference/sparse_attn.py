@@ -46,9 +46,9 @@ def compressed_cu_seqlens(cu_seqlens: Tensor, ratio: int) -> Tensor:
 
 def lse_without_sink(lse: Tensor, sinks: Tensor) -> Tensor:
     """LSE over the keys alone, lse + log1p(-exp(sink - lse)); -inf where the sink is all there is. lse [..., N], sinks [N]."""
-    has_keys = lse > sinks
-    share = torch.where(has_keys, sinks - lse, -math.inf).exp()
-    return torch.where(has_keys, lse + torch.log1p(-share), -math.inf)
+    only_sink = lse <= sinks  # NaN stays NaN
+    share = torch.where(only_sink, -math.inf, sinks - lse).exp()
+    return torch.where(only_sink, -math.inf, lse + torch.log1p(-share))
 
 
 def lse_with_sink(lse: Tensor, sinks: Tensor) -> Tensor:

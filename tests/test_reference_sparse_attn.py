@@ -302,6 +302,7 @@ def test_lse_identities():
     lse = torch.tensor([[1.0, -math.inf, 0.5, math.inf, -math.inf, 2.0]])
     sinks = torch.tensor([-math.inf, -math.inf, 0.5, math.inf, 1.0, 2.5])
     assert lse_without_sink(lse, sinks).tolist() == [[1.0, *[-math.inf] * 5]]
+    assert lse_without_sink(torch.tensor([[math.nan, 1.0]]), torch.tensor([1.0, math.nan])).isnan().all()
     lse = torch.tensor([[1.0, -math.inf, -math.inf, math.inf, 1.0]])
     sinks = torch.tensor([-math.inf, -math.inf, 0.5, 1.0, math.inf])
     assert lse_with_sink(lse, sinks).tolist() == [[1.0, -math.inf, 0.5, math.inf, math.inf]]
