@@ -62,9 +62,9 @@ def test_graphs_are_few_and_stay(whole_graphs, impl, recompute, expected):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
-def test_many_sizes_of_one_part(whole_graphs, monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=8)  # pytest's monkeypatch would hide the name afterwards, and nothing would compile any more
+def test_many_sizes_of_one_part(whole_graphs):
     """A graph belongs to the code, not to the module: the norms of a model share theirs, with and without gradients."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     norms = torch.nn.ModuleList(RMSNorm(size, 1e-6) for size in (8, 16, 24, 32, 40, 48))
     for norm in norms:
         torch.nn.init.normal_(norm.weight)
