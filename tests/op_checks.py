@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kernel_runtime import replay
@@ -48,6 +50,29 @@ def check_opcheck(op: Callable[..., Any], args: Sequence[Any]) -> None:
     args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
     result = torch.library.opcheck(op, args)
     assert set(result.values()) == {"SUCCESS"}, result
+
+
+class FakesAgree(TorchDispatchMode):
+    """Inside, every op of `namespaces` gives what its fake says, in shape, strides, dtype and device, in memory of its own; `seen` lists them."""
+
+    def __init__(self, *namespaces: str) -> None:
+        super().__init__()
+        self.namespaces, self.seen = namespaces, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in self.namespaces:
+            self.seen.append((func.name(), args[-1]))
+            with FakeTensorMode() as mode:
+                wanted = func(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+            taken = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+            for i, (got, want) in enumerate(zip(as_tuple(result), as_tuple(wanted), strict=True)):
+                name = f"{func.name()}, output {i}"
+                assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device), name
+                if got.numel():
+                    assert got.stride() == want.stride() and got.untyped_storage().data_ptr() not in taken, name
+                    taken.add(got.untyped_storage().data_ptr())
+        return result
 
 
 def check_fullgraph(fn: Callable[..., Outputs], inputs: Sequence[Any], limit: float = 1e-6) -> None:

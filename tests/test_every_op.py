@@ -6,6 +6,7 @@ import torch
 import indexer
 import mhc_ops
 import sparse_attn
+from tests.op_checks import FakesAgree
 
 B, S, N, D = 1, 8, 2, 16
 M = N * N + 2 * N
@@ -97,3 +98,13 @@ def test_the_specification_compiles_as_one_graph(name, device):
     graph = torch.compile(lambda *tensors: outputs(name, tensors, "eager"), fullgraph=True, backend="aot_eager")
     for got, want in zip(graph(*leaves(name, device)), outputs(name, leaves(name, device), "eager"), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_give_what_their_fakes_say(kernel_device, name):
+    """torch.compile plans by the fakes: of results, and of gradients, those that do not exist among them. bf16 where there is a choice."""
+    tensors = [t.detach().to(torch.bfloat16 if t.shape[-1] == D else t.dtype).requires_grad_() for t in leaves(name, kernel_device)]
+    with FakesAgree("mhc_ops", "sparse_attn", "indexer") as ops:
+        results = [t for t in outputs(name, tensors, "auto") if t.requires_grad]
+        torch.autograd.grad(results, tensors, [torch.ones_like(t) for t in results])
+    assert [impl for _, impl in ops.seen] == ["eager" if name == "hc_expand" else "triton"] * 2

@@ -20,7 +20,7 @@ def _backward(dstreams, dy, dpre, dpost_out, dcomb_out, f, x, post, comb, stream
         [f, x, post, comb, fn, scale, base, pre_mix],
         [dstreams, dy, dpre, dpost_out, dcomb_out],
     )
-    return *grads, base.new_empty(0) if pre_mix is None else dpre_mix
+    return *grads, f.new_empty(0) if pre_mix is None else dpre_mix
 
 
 def _backward_fake(dstreams, dy, dpre, dpost_out, dcomb_out, f, x, post, comb, streams, fn, scale, base, pre_mix, *_):

@@ -211,11 +211,11 @@ def site_gradients(
 
 def no_tokens(
     x: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, pre_mix: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor | None, ...]:
     """dx, dfn, dscale, dbase, dpre_mix where there is no token"""
     return (
         torch.empty_like(x), torch.zeros_like(fn), torch.zeros_like(scale), torch.zeros_like(base),
-        base.new_empty(0) if pre_mix is None else torch.empty_like(pre_mix),
+        None if pre_mix is None else torch.empty_like(pre_mix),
     )  # fmt: skip
 
 

@@ -25,14 +25,14 @@ def forward_fake(x, fn, *_):
 
 
 def grads_like(*tensors):
-    """One gradient per tensor; an empty one for an input that was not given (None), as an op's output cannot be None."""
-    *_, like = (t for t in tensors if t is not None)
-    return tuple(like.new_empty(0) if t is None else t.new_empty(t.shape) for t in tensors)
+    """One gradient per tensor; for an input that was not given (None) an empty one like the first, as kernel_runtime.ops makes of a launcher's
+    None."""
+    return tuple(tensors[0].new_empty(0) if t is None else t.new_empty(t.shape) for t in tensors)
 
 
 def _backward(dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, mixes, rstd, *options):
     *grads, dpre_mix = eager_vjp(lambda *t: forward(*t, *options)[:4], [x, fn, scale, base, pre_mix], [dy, dpre, dpost, dcomb])
-    return *grads, base.new_empty(0) if pre_mix is None else dpre_mix
+    return *grads, x.new_empty(0) if pre_mix is None else dpre_mix
 
 
 def _backward_fake(dy, dpre, dpost, dcomb, x, fn, scale, base, pre_mix, *_):
