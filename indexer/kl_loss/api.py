@@ -76,7 +76,7 @@ def indexer_kl_loss(
     cmp_ratio, cu_seqlens_q, cu_seqlens_k, q_offset   as in lightning_indexer.
     reduction     "sum" or "mean"; decides the default of denominator alone: 1, or the number of valid rows (at least 1).
     denominator   a positive number or a scalar tensor on the device of q_index (the global number of tokens, say).
-    coefficient   a number, factor of the loss.
+    coefficient   a number, factor of the loss. Compiled code is compiled again for another one: multiply the loss where it changes often.
     deterministic sums the gradient of k_index to the same bits in every run; None follows torch.are_deterministic_algorithms_enabled().
                   impl="eager" is plain autograd and follows PyTorch's own switch alone.
     impl          "auto", "triton" or "eager", see kernel_runtime.impl.
