@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from sparse_attn.shared_kv.hopper.core import copy_layout_for, new_barrier
 
 STEP = gl.constexpr(8)  # queries of a step; two steps fit into the ring: WINDOW_MAX - 1 + 2 * STEP <= RING
-UNIT = gl.constexpr(8)  # programs begin at multiples of this, so that steps of one sequence fill whole blocks of 8 slots
+UNIT = gl.constexpr(8)  # queries of a program at least, but for the last ones
 RING_A = gl.constexpr(128)  # the ring's slots in two tiles: sizes of tensors are powers of two
 RING_B = gl.constexpr(16)
 RING = gl.constexpr(144)
@@ -45,15 +45,16 @@ def product_layout(W):
 @gluon.jit
 def queries_of_program(rows):
     """First and end of the queries of a program: contiguous, so that keys stay."""
-    units = gl.cdiv(rows, UNIT).to(gl.int64)
-    first = (gl.program_id(0) * units // gl.num_programs(0)).to(gl.int32) * UNIT
-    end = ((gl.program_id(0) + 1) * units // gl.num_programs(0)).to(gl.int32) * UNIT
+    pairs = gl.cdiv(rows, 2).to(gl.int64)  # not one by one: consumers have tiles of one query each, and are to have as many
+    first = (gl.program_id(0) * pairs // gl.num_programs(0)).to(gl.int32) * 2
+    end = ((gl.program_id(0) + 1) * pairs // gl.num_programs(0)).to(gl.int32) * 2
     return gl.minimum(first, rows), gl.minimum(end, rows)
 
 
 @gluon.jit
 def step_of(first, end, places, COMPRESSED: gl.constexpr, WARPS: gl.constexpr):
     """The step that begins with query `first`, all of it before `end`: its own end, its keys [low, high) and its entries' first and number.
+    Steps end at multiples of STEP, so that those of one sequence fill whole blocks of 8 slots wherever a program begins.
     Every query sees a key that the one before it sees or the key after those, so each key of a step is seen by one of them."""
     r = first + gl.arange(0, STEP, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     on = r < end
@@ -69,7 +70,7 @@ def step_of(first, end, places, COMPRESSED: gl.constexpr, WARPS: gl.constexpr):
         cmp_stop = gl.load(at + 3, mask=on, other=0)
         cmp_begin = gl.load(own + 2)
         fits = fits & (gl.load(at + 2, mask=on, other=0) == cmp_begin)
-    last = gl.min(gl.where(fits, gl.minimum(end, first + STEP), r), 0)
+    last = gl.min(gl.where(fits, gl.minimum(end, (first // STEP + 1) * STEP), r), 0)
     high = gl.max(gl.where(r < last, stop, low), 0)
     entries = 0
     if COMPRESSED:

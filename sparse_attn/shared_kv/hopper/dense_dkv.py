@@ -32,20 +32,19 @@ from sparse_attn.shared_kv.hopper.dense import CHUNK, RING, RING_A, product_layo
 SLICE = gl.constexpr(128)  # channels of a program: with 256 and entries, registers spill
 BLOCK = gl.constexpr(16)  # keys of a block
 BLOCKS = gl.constexpr(9)
-RUN_UNIT = gl.constexpr(16)  # runs begin at multiples of this: then a step of a long sequence is 16 queries
+RUN_UNIT = gl.constexpr(16)  # queries of a run at least, but for the last ones: a step of a long sequence
 LONGEST = gl.constexpr(32)  # queries of a step at most
 
 
 @gluon.jit
 def run_of(run, length, runs):
     """First and end of the queries of a run: `runs` runs to a batch of `length` queries, contiguous so that keys stay."""
-    units = gl.cdiv(length, RUN_UNIT)
     part = run % runs
-    each = units // runs
-    first = (part * each + gl.minimum(part, units % runs)) * RUN_UNIT
-    end = first + (each + (part < units % runs)) * RUN_UNIT
+    each = length // runs
+    first = part * each + gl.minimum(part, length % runs)
+    end = first + each + (part < length % runs)
     begin = run // runs * length
-    return begin + gl.minimum(first, length), begin + gl.minimum(end, length)
+    return begin + first, begin + end
 
 
 @gluon.jit

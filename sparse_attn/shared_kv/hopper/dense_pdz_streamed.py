@@ -41,6 +41,14 @@ from sparse_attn.shared_kv.hopper.dense_pdz import block_layout, in_window, new_
 from sparse_attn.shared_kv.hopper.dense_stream import PAIRS, entry_use_of, producer, take, uses_of, window_use
 
 
+@gluon.constexpr_function
+def copying_warps(ENTRIES):
+    """Warps of the producer. A copy waits until the one before it has read its address, of which a thread has registers for one, some 45 cycles: four
+    warps copy faster than two, but take 8 registers of every consumer's thread. Measured: 3 % of the whole backward at 16384 tokens; with 64
+    entries nothing, and with up to 32 (dense_pdz.py) a loss of 2 %, as the consumers spill."""
+    return 4 if ENTRIES == 128 else 2
+
+
 @gluon.jit
 def entry_tile(use, part: gl.constexpr, slots, wide, ENTRIES: gl.constexpr):
     """[ENTRIES, CHUNK] of the entries in a slot."""
@@ -309,12 +317,13 @@ def hopper_dense_pdz_streamed_kernel(
 ):  # fmt: skip
     gdc_wait()
     gdc_launch_dependents()
+    COPIERS: gl.constexpr = copying_warps(ENTRIES)
     dtype: gl.constexpr = q.dtype.element_ty
     ring_a, ring_b = new_ring(dtype, D)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CHUNK], dtype)
     slots = gl.allocate_shared_memory(dtype, [2 * PAIRS, 64, CHUNK], tile_layout)
     wide = slots._reinterpret(dtype, [PAIRS, 128, CHUNK], gl.NVMMASharedLayout.get_default_for([128, CHUNK], dtype))
-    full_0, full_1, empty = new_barriers(64, PAIRS), new_barriers(64, PAIRS), new_barriers(1, PAIRS)
+    full_0, full_1, empty = new_barriers(32 * COPIERS, PAIRS), new_barriers(32 * COPIERS, PAIRS), new_barriers(1, PAIRS)
     facts, told = new_facts(), new_step_barriers(1)
     k_full, k_empty = new_step_barriers(64), new_step_barriers(2)
     gl.warp_specialize(
@@ -330,8 +339,8 @@ def hopper_dense_pdz_streamed_kernel(
             (producer, (q, do, cmp_kv, rows, slots, full_0, full_1, empty, facts, told, N, D, ENTRIES)),
             (key_producer, (ori_kv, cmp_kv, places, rows, ring_a, ring_b, slots, facts, told, k_full, k_empty, D, ENTRIES, False)),
         ],
-        [4, 2, 2],
-        [232, 40, 40],
+        [4, COPIERS, 2],
+        [232, 40, 40] if COPIERS == 2 else [224, 32, 32],
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def uses_of(D, ENTRIES):
 def fill(use, x, y, rows_x, rows_y, turn, slots, full_0, full_1, empty, D: gl.constexpr, PAIRS: gl.constexpr):
     """Slot `use` of a ring of PAIRS: 64 rows of CHUNK channels from x on and as many from y on; those past rows_x and rows_y are zeros. Pointers are
     one number and constants, which takes few registers; for the consumer whose turn it is."""
-    layout: gl.constexpr = copy_layout_for(CHUNK, 2)
+    layout: gl.constexpr = copy_layout_for(CHUNK, gl.num_warps())
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     at = n[:, None] * D + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))[None, :]
     pair = use % PAIRS
