@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -20,6 +19,8 @@ from tests.warmup_tools import ROOT, cache_folder, in_mount, mounts_possible, ru
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="under TRITON_INTERPRET=1 kernels are Python functions; nothing can be compiled")
 needs_mounts = pytest.mark.skipif(not mounts_possible(), reason="needs `unshare -rm` and the right to mount a tmpfs inside it")
+
+FOR_EVER = 3600.0  # seconds that a lock is waited for: pytest ends a test that waits before
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_eight_processes_compile_each_kernel_once(folder, tmp_path, monkeypatch)
     monkeypatch.setenv("CC", str(compiler))
     plan = small_plan().to_json()
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
-        reports = list(pool.map(_compile_part, [plan] * 8, ["sm_90"] * 8, [str(folder)] * 8, range(8), [8] * 8, [60.0] * 8))
+        reports = list(pool.map(_compile_part, [plan] * 8, ["sm_90"] * 8, [str(folder)] * 8, range(8), [8] * 8, [FOR_EVER] * 8))
     for position in range(4):
         key, name = key_of(small_plan(), position)
         states = sorted(row.state for report in reports for row in report.rows if row.key == key)
@@ -72,7 +73,7 @@ time.sleep(600)
     return process
 
 
-def test_killed_compiler(folder):
+def test_killed_compiler(folder, monkeypatch):
     """Killed in the middle of an entry, while another process waits for it: the waiter takes over at once."""
     holder = hold(folder, """
 entry = cache.entry_folder(folder, key)
@@ -80,12 +81,21 @@ entry = cache.entry_folder(folder, key)
 (entry / f"tmp.pid_{os.getpid()}_x" / "sinkhorn_fwd_kernel.cubin").write_bytes(b"half")
 (entry / "sinkhorn_fwd_kernel.ttir").write_text("half")
 """)  # fmt: skip
-    begun = time.monotonic()
-    threading.Timer(3.0, lambda: os.kill(holder.pid, signal.SIGKILL)).start()
-    report = compile_ahead(small_plan(), "sm_90", folder, lock_timeout=600.0)
-    assert 2.0 < time.monotonic() - begun < 300.0  # it waited for the kill, and no longer
-    assert [row.state for row in report.rows] == ["compiled"] * 4, report.table()
-    holder.wait()
+    refused, try_acquire = [], cache.Lock.try_acquire
+
+    def attempt(lock: cache.Lock) -> bool:
+        if try_acquire(lock):
+            return True
+        refused.append(lock.path.name)
+        if len(refused) == 3:  # it waits, and comes again: now the holder dies
+            holder.kill()
+            holder.wait()
+        return False
+
+    monkeypatch.setattr(cache.Lock, "try_acquire", attempt)
+    report = compile_ahead(small_plan(), "sm_90", folder, lock_timeout=FOR_EVER)
+    assert refused == [key_of(small_plan())[0]] * 3  # and got the lock at the first attempt after the death
+    assert [row.state for row in report.rows] == ["compiled"] * 4 and not report.messages, report.table()
 
 
 def test_killed_while_its_assembler_runs(folder, tmp_path):
@@ -103,20 +113,18 @@ compile_ahead(small_plan(), "sm_90", {str(folder)!r})
 """
     compiler = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TRITON_PTXAS_PATH": str(assembler)})
     try:
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + 300.0
         while not (started.exists() and started.read_text()) and compiler.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         orphan = int(started.read_text())
     finally:
         compiler.kill()
         compiler.wait()
-    begun = time.monotonic()
     try:
-        report = compile_ahead(small_plan(), "sm_90", folder, lock_timeout=600.0)
+        report = compile_ahead(small_plan(), "sm_90", folder, lock_timeout=FOR_EVER)
         os.kill(orphan, 0)  # it was there all the time
     finally:
         os.kill(orphan, signal.SIGKILL)
-    assert time.monotonic() - begun < 300.0
     assert [row.state for row in report.rows] == ["compiled"] * 4 and not report.messages, report.table()
 
 
@@ -222,7 +230,7 @@ from kernel_runtime.filler import Filler, Report
 from kernel_runtime.targets import parse_target
 from warmup_tools import small_plan
 target, report = parse_target("sm_90"), Report("sm_90", sys.argv[1])
-filler = Filler(small_plan(tuple(map(int, sys.argv[2:]))).for_target(target), target, report, 60.0, measure=False)
+filler = Filler(small_plan(tuple(map(int, sys.argv[2:]))).for_target(target), target, report, 3600.0, measure=False)
 filler.choose_folder()
 filler.run(0, 1, threads=THREADS)
 assert not any(filler.inspect(row).state != "ok" for row in report.rows)
@@ -261,7 +269,7 @@ def test_folder_left_while_a_kernel_compiles(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
     target, report = parse_target("sm_90"), Report("sm_90", str(folder))
-    filler = Filler(small_plan().for_target(target), target, report, 60.0, measure=False)
+    filler = Filler(small_plan().for_target(target), target, report, FOR_EVER, measure=False)
     spec = filler.entries[1][1]
     real = type(spec).compile
 

@@ -151,7 +151,7 @@ def test_uninstalled_files_are_noticed():
 
 
 def test_environment_report():
-    run = subprocess.run([sys.executable, "-m", "kernel_runtime.env", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-m", "kernel_runtime.env", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     data = json.loads(run.stdout)
     assert "torch" in data["versions"] and data["devices"] and data["cache"]["folder"] and data["problems"] == []
