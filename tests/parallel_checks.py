@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from bench.recompute import saved_bytes
+from tests.dist_util import COLLECTIVE_LIMIT
 from tests.trainer_util import gradients, parameters, plain_model, ratio, run_config, sharded, tokens, worst
 from train_example import parallel as parallel_module
 from train_example.moe import hash_table
@@ -65,7 +67,7 @@ def check_short_rank(rank: int) -> dict[str, Any]:
     config = run_config(ep=2)
     batches = [tokens(2, 24, seed=1), tokens(1, 3, seed=2)]
     batches[1] = (batches[1][0], batches[1][0].roll(-1, 1))
-    model, _ = sharded(config, timeout_s=20)
+    model, _ = sharded(config)
     model(*batches[rank], num_valid_tokens=48).loss.backward()
     want, _ = plain_gradients(config, batches, 48)
     return {"worst": worst(gradients(model), want)}
@@ -74,7 +76,7 @@ def check_short_rank(rank: int) -> dict[str, Any]:
 def check_idle_expert(rank: int) -> dict[str, Any]:
     """No token of any rank goes to expert 3 (which rank 1 holds), and none of rank 0's own to rank 1 at all."""
     config = run_config(ep=2)
-    model, _ = sharded(config, timeout_s=20)
+    model, _ = sharded(config)
     for moe in moe_modules(model):
         if hasattr(moe.router, "tid2eid"):
             moe.router.tid2eid[:] = torch.tensor([0, 1]) if rank == 0 else torch.tensor([1, 2])
@@ -202,7 +204,7 @@ def check_reshard(rank: int) -> dict[str, Any]:
 
 def check_groups(rank: int) -> dict[str, Any]:
     """The ep group, and that the check refuses the mesh torch makes by default."""
-    parallel = init_parallel(torch.device("cpu"), 2, 60)
+    parallel = init_parallel(torch.device("cpu"), 2, COLLECTIVE_LIMIT)
     names = {parallel.fsdp.get_group().group_name, parallel.sparse.get_group("efsdp").group_name}
     own = parallel.ep_group.group_name not in names
     default = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
@@ -288,9 +290,8 @@ def check_evaluation(rank: int) -> dict[str, Any]:
 
 def check_timeouts(rank: int) -> dict[str, Any]:
     """A rank that compiles for longer than the short timeout does not end the run before the first step; a stall after it does."""
-    parallel = init_parallel(torch.device("cpu"), 2, 60)
+    parallel = init_parallel(torch.device("cpu"), 2, COLLECTIVE_LIMIT)
     group = parallel.ep_group
-    set_timeouts(parallel, 30.0)
     if rank == 1:
         time.sleep(2.5)
     dist.all_reduce(torch.ones(1), group=group)
@@ -301,8 +302,12 @@ def check_timeouts(rank: int) -> dict[str, Any]:
             dist.all_reduce(torch.ones(1), group=group)
         except RuntimeError as error:
             stalled = str(error)
+    # rank 1 is there until rank 0 has given up: what ended the wait was the limit, not the end of a process
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("given_up", "yes")
     else:
-        time.sleep(4.0)
+        store.wait(["given_up"], datetime.timedelta(seconds=COLLECTIVE_LIMIT))
     return {"stalled": stalled}
 
 

@@ -168,7 +168,7 @@ def _both(rank, world):
 
 @pytest.fixture(scope="module")
 def two():
-    return run_distributed(_both, 2, timeout_s=30)
+    return run_distributed(_both, 2)
 
 
 def test_two_processes_equal_dense_loop(two):

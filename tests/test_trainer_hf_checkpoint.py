@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.dist_util import run_distributed
+from tests.dist_util import COLLECTIVE_LIMIT, run_distributed
 from tests.test_hf_parity import KINDS, YARN, hf_config, hf_model
 from tests.trainer_util import SMALL, gathered, plain_model, run_config, sharded
 from train_example import checkpoint, hf_checkpoint
@@ -82,7 +82,7 @@ def _round_trips(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for ep, source in ((2, "theirs"), (1, "single")):
         config = run_config(ep=ep, model=dataclasses.asdict(config_from_folder(root / source)))
-        parallel = init_parallel(torch.device("cpu"), ep, 60)
+        parallel = init_parallel(torch.device("cpu"), ep, COLLECTIVE_LIMIT)
         model = build_model(config, parallel, fill=False)
         sent.clear()
         said = load_folder(root / source, model)
@@ -97,7 +97,7 @@ def _round_trips(rank: int, world: int, folder: str) -> dict[str, Any]:
     model, _ = sharded(run_config(ep=2))
     before = gathered(checkpoint.named_tensors(model))
     save_folder(root / "with_mtp", model, SMALL)
-    again = build_model(run_config(ep=1), init_parallel(torch.device("cpu"), 1, 60), fill=False)
+    again = build_model(run_config(ep=1), init_parallel(torch.device("cpu"), 1, COLLECTIVE_LIMIT), fill=False)
     load_folder(root / "with_mtp", again)
     found["mtp"] = same_bits(gathered(checkpoint.named_tensors(again)), before)
     return found
@@ -105,7 +105,7 @@ def _round_trips(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(folders) -> list[dict[str, Any]]:
-    return run_distributed(_round_trips, 2, str(folders), timeout_s=60)
+    return run_distributed(_round_trips, 2, str(folders))
 
 
 @pytest.mark.parametrize("source", ["theirs", "single"])
@@ -147,7 +147,7 @@ def test_a_refusal_reaches_every_rank(two):
 def test_one_process_and_module_names_and_bf16(folders, tmp_path):
     want = torch.load(folders / "ours.pt")
     config = run_config(model=dataclasses.asdict(config_from_folder(folders / "single")))
-    parallel = init_parallel(torch.device("cpu"), 1, 60)
+    parallel = init_parallel(torch.device("cpu"), 1, COLLECTIVE_LIMIT)
     model = build_model(config, parallel, fill=False)
     state = transformers.DeepseekV4ForCausalLM.from_pretrained(folders / "single").state_dict()
     (tmp_path / "modules").mkdir()
@@ -183,7 +183,7 @@ def test_owned_is_what_a_rank_holds(monkeypatch, world, ep, rank):
     try:
         model = plain_model(config)
         full = {name: param.detach().clone() for name, param in model.named_parameters()}
-        parallel_module.parallelize(model, fp32_islands(model), init_parallel(torch.device("cpu"), ep, 60), torch.float32)
+        parallel_module.parallelize(model, fp32_islands(model), init_parallel(torch.device("cpu"), ep, COLLECTIVE_LIMIT), torch.float32)
         strided = 0
         for name, param in model.named_parameters():
             part = tuple(slice(start, end) for start, end in owned(param))

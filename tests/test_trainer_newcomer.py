@@ -53,7 +53,7 @@ def test_three_processes_that_divide_nothing(tmp_path):
     ids, labels = tokens(3, 24)
     model(ids, labels, num_valid_tokens=int((labels != -100).sum())).loss.backward()
     want = {name: param.grad for name, param in model.named_parameters()}
-    for report in run_distributed(_three, 3, str(tmp_path), timeout_s=60):
+    for report in run_distributed(_three, 3, str(tmp_path)):
         assert worst(report["gradients"], want)[0] < 1e-4, worst(report["gradients"], want)
         experts = [name for name in want if ".experts." in name]
         assert ratio(report["gradients"], want, experts) == pytest.approx(1, rel=1e-4)
@@ -86,7 +86,7 @@ def _alone(rank: int, world: int, folder: str) -> dict[str, Any]:
 def test_a_rank_that_cannot_go_on_alone_takes_the_others_along(tmp_path):
     (tmp_path / "text.txt").write_text("a text " * 100)
     (tmp_path / "longer.txt").write_text("a text " * 101)
-    for rank, said in enumerate(run_distributed(_alone, 2, str(tmp_path), timeout_s=30)):
+    for rank, said in enumerate(run_distributed(_alone, 2, str(tmp_path))):
         assert re.match(r"rank 1: .*No such file", said["file"])
         assert re.match(r"rank 1: data .*none.txt does not exist", said["data"])
         assert re.match(r"data .*none.txt does not exist", said["both"])

@@ -23,7 +23,7 @@ from train_example.step import check_finite
 
 @pytest.fixture(scope="module")
 def checks() -> dict[str, list[Any]]:
-    by_rank = run_distributed(ep_checks, 2, timeout_s=60)
+    by_rank = run_distributed(ep_checks, 2)
     return {name: [found[name] for found in by_rank] for name in by_rank[0]}
 
 
@@ -149,7 +149,7 @@ def test_evaluation_weighs_tokens(checks):
 
 
 def test_timeout_is_long_for_the_first_step_and_short_after_it(checks):
-    assert checks["timeouts"][0]["stalled"]
+    assert "Timed out waiting 1000ms" in checks["timeouts"][0]["stalled"], checks["timeouts"]
 
 
 def test_check_finite_passes_finite_rows_and_names_gradients():

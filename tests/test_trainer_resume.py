@@ -101,7 +101,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         train(run_config(out=str(folder / "one"), **alone))
     finally:
         shutdown()
-    return folder, run_distributed(_runs, 2, str(folder), str(text), timeout_s=60)
+    return folder, run_distributed(_runs, 2, str(folder), str(text))
 
 
 def test_same_seed_same_bits(runs):
@@ -230,7 +230,7 @@ def _meshes(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def test_every_mesh_reads_a_checkpoint_of_fsdp_and_ep(tmp_path):
-    reports = run_distributed(_meshes, 4, str(tmp_path), timeout_s=60)
+    reports = run_distributed(_meshes, 4, str(tmp_path))
     assert "Shard(dim=1), Shard(dim=0)" in reports[0]["experts"]
     for rank, report in enumerate(reports):
         meshes = {name: result for name, result in report.items() if "processes" in name}

@@ -222,7 +222,7 @@ def _two(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def test_checkpoints_of_two_processes_serve_both_optimizers(tmp_path):
-    for found in run_distributed(_two, 2, str(tmp_path), timeout_s=60):
+    for found in run_distributed(_two, 2, str(tmp_path)):
         assert all(found.values()), found
 
 

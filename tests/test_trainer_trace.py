@@ -198,7 +198,7 @@ def _exchanges(rank: int, world: int) -> dict[str, Any]:
 
 def test_counts_cross_once_and_the_backward_asks_for_nothing_it_knows():
     sites = 4  # three layers and the MTP block
-    for found in run_distributed(_exchanges, 2, timeout_s=60):
+    for found in run_distributed(_exchanges, 2):
         assert found["none"] == [(sites, 2 * sites, sites), (0, 2 * sites, 0)]
         assert found["layer"][0] == (sites, 2 * sites, sites)
         counts, rows, reads = found["layer"][1]

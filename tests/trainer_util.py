@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.dist_util import COLLECTIVE_LIMIT
 from train_example.config import ModelConfig
 from train_example.model import DeepSeekV4
 from train_example.parallel import Parallel, init_parallel
@@ -56,8 +57,8 @@ def plain_model(config: RunConfig) -> DeepSeekV4:
     return DeepSeekV4(config.model, impl=config.impl)
 
 
-def sharded(config: RunConfig, timeout_s: float = 60.0) -> tuple[nn.Module, Parallel]:
-    parallel = init_parallel(torch.device("cpu"), config.ep, timeout_s, config.ep_group == "own")
+def sharded(config: RunConfig) -> tuple[nn.Module, Parallel]:
+    parallel = init_parallel(torch.device("cpu"), config.ep, COLLECTIVE_LIMIT, config.ep_group == "own")
     return build_model(config, parallel), parallel
 
 
