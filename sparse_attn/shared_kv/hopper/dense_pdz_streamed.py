@@ -89,9 +89,7 @@ def entry_chunk(j: gl.constexpr, g, se, de, use, bits, slots, wide, full, empty,
                 de = warpgroup_mma(slots.index(2 * pair + part), k, de, is_async=True)
     # freed at once: a slot held until the next one has come is a slot that nothing is on its way to
     se, de = warpgroup_mma_wait(0, deps=[se, de])
-    if ENTRIES == 128:
-        mbarrier.arrive(empty.index(entry_use % PAIRS), count=1)
-    elif j % 2 == 1:
+    if ENTRIES == 128 or j % 2 == 1:
         mbarrier.arrive(empty.index(entry_use % PAIRS), count=1)
     mbarrier.arrive(empty.index(pair), count=1)
     return se, de, bits
