@@ -4,7 +4,8 @@ Sizes of DeepSeek-V4: D 512, window 128, sinks; SCFA takes 512 of S / 4 entries 
 portable, the launchers of the two kinds of kernels; reference (plain PyTorch, eager) and compile (the same under torch.compile), which keep
 gathered keys of every query for the backward and are left out above --eager-limit tokens; flex (flex_attention, SWA alone, without sinks);
 flashmla (SCFA, forward alone), where it is installed. TFLOP/s counts valid (query, key) pairs, 4 forward and 10 backward times pairs, heads
-and D; % is of the rate of a bf16 8192^3 product on random data in the same run. GB/s counts q, out, lse, dout, dq and the keys once.
+and D; % is of the rate of a bf16 8192^3 product on random data, measured anew before every row: the clock of a warm card is lower, by 10 % and
+more, for the product as for a kernel. GB/s counts q, out, lse, dout, dq and the keys once.
 Before the timing every provider's results are compared with those of the portable kernels, and the difference stands in the row.
 
 A row is printed as soon as it is measured. --tokens, --heads, --modes, --providers and --directions choose rows; --seconds ends the run
@@ -223,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no row is begun after this many seconds")
 
 
-def measured(x: Problem, provider: str, args: argparse.Namespace, copy: float, product: float, deadline: float) -> Iterator[Row]:
+def measured(x: Problem, provider: str, args: argparse.Namespace, copy: float, deadline: float) -> Iterator[Row]:
     """The rows of one provider; its results are compared with the portable kernels' where x is short enough."""
     S, N = x.q.shape[1:3]
     checked = provider not in ("portable", "flex") and args.check_limit >= S
@@ -235,16 +236,16 @@ def measured(x: Problem, provider: str, args: argparse.Namespace, copy: float, p
             print(f"no time left for {provider} {x.mode} {direction}, S {S}, N {N}", flush=True)
             return
         off = f", {difference(fn(), expected[direction]()):.1e}" if direction in expected else ""
-        ms, peak = median_ms(fn, rep=args.rep), peak_mib(fn)
+        product, ms, peak = matmul_rate(), median_ms(fn, rep=args.rep), peak_mib(fn)
         rate = (4 if direction.startswith("forward") else 10) * x.pairs * N * D / ms / 1e9
-        note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul{off}"
+        note = f"{rate:.0f} TFLOP/s, {100 * rate / product:.1f} % of matmul's {product:.0f}{off}"
         yield Row("attn", f"S {S}, N {N}", "bf16", x.mode, direction, provider, False, ms, least_bytes(x, direction), copy, 0, peak, note)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     deadline = time.monotonic() + args.seconds
-    copy, product = copy_rate(), matmul_rate()
-    print(f"copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s", flush=True)
+    copy = copy_rate()
+    print(f"copy {copy:.0f} GB/s, matmul {matmul_rate():.0f} TFLOP/s", flush=True)
     if not args.no_warmup and ({"hopper", "portable"} & set(args.providers) or args.check_limit >= min(args.tokens)):
         compile_kernels(args.heads)
     rows: list[Row] = []
@@ -258,7 +259,7 @@ def run(args: argparse.Namespace) -> list[Row]:
                 x = make(mode, S, N)
                 for provider in args.providers:
                     try:
-                        for row in measured(x, provider, args, copy, product, deadline):
+                        for row in measured(x, provider, args, copy, deadline):
                             print_row(row)
                             rows.append(row)
                     except Exception as error:  # a provider may not take the shape or run out of memory: say so and go on
