@@ -61,12 +61,9 @@ def widths(length: int, entries: int, cmp_ratio: int, first: int | None) -> list
     return parts
 
 
-def pieces(batches: int, length: int, row_bytes: Callable[[int], int], parts: list[tuple[int, int]], joined: bool) -> Iterator[Piece]:
-    """Everything at once, or a part of a batch after the other: those of `widths`, each in chunks. row_bytes: of a query with that many entries.
-    joined: where a batch's keys end the next one's begin, for the queries at the seam. Where they do not, a step waits until the one before it is
-    over, which in the streaming form waits for entries that come with the next step's tiles: a program must not have both."""
-    together = joined or batches == 1 or parts[0][1] <= ENTRIES_MAX
-    if together and len(parts) == 1 and batches * length * row_bytes(parts[0][1]) <= CHUNK_BYTES:
+def pieces(batches: int, length: int, row_bytes: Callable[[int], int], parts: list[tuple[int, int]]) -> Iterator[Piece]:
+    """Everything at once, or a part of a batch after the other: those of `widths`, each in chunks. row_bytes: of a query with that many entries."""
+    if len(parts) == 1 and batches * length * row_bytes(parts[0][1]) <= CHUNK_BYTES:
         yield Piece(0, length, 0, batches, parts[0][1])
         return
     for batch in range(batches):
@@ -119,8 +116,7 @@ def dense_attention_bwd(
     first = S2 - S if q_offset is None else q_offset
     parts = widths(rows // batches, held, cmp_ratio, None if q_offsets is not None else first)
     most = parts[-1][1]
-    joined = q_offsets is None and first == 0 and S == S2
-    todo = list(pieces(batches, rows // batches, lambda entries: 2 * N * (RING.value + entries) * q.element_size(), parts, joined))
+    todo = list(pieces(batches, rows // batches, lambda entries: 2 * N * (RING.value + entries) * q.element_size(), parts))
     slices = D // SLICE.value
     tasks = [triton.cdiv(piece.length, RUN_UNIT.value) * piece.number * slices for piece in todo]
     runs = [max(1, programs(n, device) // (piece.number * slices)) for n, piece in zip(tasks, todo)]

@@ -38,7 +38,7 @@ from sparse_attn.shared_kv.hopper.dense import (
 )
 from sparse_attn.shared_kv.hopper.dense_fwd import one_query
 from sparse_attn.shared_kv.hopper.dense_pdz import block_layout, in_window, new_barriers, store_blocks, store_dq
-from sparse_attn.shared_kv.hopper.dense_stream import PAIRS, entry_use_of, producer, take, uses_of, window_use
+from sparse_attn.shared_kv.hopper.dense_stream import PAIRS, producer, take, uses_of
 
 
 @gluon.constexpr_function
@@ -124,15 +124,15 @@ def block_pointers(x, row, STRIDE: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def dq_chunk(c: gl.constexpr, g, za, zb, ze, o_zero, z, use, mixed, bits, ring_a, ring_b, slots, wide, full, ENTRIES: gl.constexpr):
+def dq_chunk(c: gl.constexpr, g, za, zb, ze, o_zero, z, use, bits, ring_a, ring_b, slots, wide, full, ENTRIES: gl.constexpr):
     at = g * 4 + c + z
     o = warpgroup_mma(za, ring_a.index(at), o_zero, use_acc=False, is_async=True)
     o = warpgroup_mma(zb, ring_b.index(at), o, is_async=True)
     if ENTRIES == 128:
-        entry_use = entry_use_of(g * 4 + c, use, mixed, ENTRIES)
+        entry_use = use + g * 4 + c
         bits = take(entry_use, bits, full)
     else:
-        entry_use = entry_use_of(g * 2 + c // 2, use, mixed, ENTRIES)
+        entry_use = use + g * 2 + c // 2
         if c % 2 == 0:
             bits = take(entry_use, bits, full)
     fence_async_shared()
@@ -141,20 +141,19 @@ def dq_chunk(c: gl.constexpr, g, za, zb, ze, o_zero, z, use, mixed, bits, ring_a
 
 
 @gluon.jit
-def free_entries(c: gl.constexpr, g, use, mixed, empty, ENTRIES: gl.constexpr):
+def free_entries(c: gl.constexpr, g, use, empty, ENTRIES: gl.constexpr):
     if ENTRIES == 128:
-        mbarrier.arrive(empty.index(entry_use_of(g * 4 + c, use, mixed, ENTRIES) % PAIRS), count=1)
+        mbarrier.arrive(empty.index((use + g * 4 + c) % PAIRS), count=1)
     elif c % 2 == 1:
-        mbarrier.arrive(empty.index(entry_use_of(g * 2 + c // 2, use, mixed, ENTRIES) % PAIRS), count=1)
+        mbarrier.arrive(empty.index((use + g * 2 + c // 2) % PAIRS), count=1)
 
 
 @gluon.jit
 def tile_backward(
-    row, row_end, query, step, cmp_begin, use, mixed, dq_use, dq_mixed, bits, z, zero, lse, dq, p, dz, pe, dze, delta, places, scale, ring_a, ring_b,
+    row, row_end, query, step, cmp_begin, use, window_use, dq_use, bits, z, zero, lse, dq, p, dz, pe, dze, delta, places, scale, ring_a, ring_b,
     slots, wide, full, empty, facts, k_full, first_of_step, N: gl.constexpr, D: gl.constexpr, ENTRIES: gl.constexpr,
 ):  # fmt: skip
-    """One tile of 64 rows: its sweeps begin with slot `use`, the entries for dq with slot dq_use; `mixed`, dq_mixed: whether what streams in turn
-    with its second sweep, with its dq, is there."""
+    """One tile of 64 rows: its sweeps begin with slots `use` and window_use, the entries for dq with slot dq_use."""
     ONE_QUERY: gl.constexpr = one_query(N)
     CHUNKS: gl.constexpr = D // CHUNK
     uses: gl.constexpr = uses_of(D, ENTRIES)
@@ -211,7 +210,7 @@ def tile_backward(
         z = (z + g) * zero
         for j in gl.static_range(4):
             sa, sb, da, db, bits = window_chunk(
-                j, g, sa, sb, da, db, window_use(g * 4 + j, use + SWEEP, mixed, ENTRIES), bits, z, ring_a, ring_b, slots, full, empty,
+                j, g, sa, sb, da, db, window_use + g * 4 + j, bits, z, ring_a, ring_b, slots, full, empty,
             )  # fmt: skip
     na = gl.arange(0, RING_A, layout=gl.SliceLayout(0, a_layout))
     nb = RING_A + gl.arange(0, RING_B, layout=gl.SliceLayout(0, b_layout))
@@ -260,12 +259,12 @@ def tile_backward(
     o_zero = gl.zeros([64, CHUNK], gl.float32, layout=o_layout)
     for g in range(CHUNKS // 4):
         z = (z + g) * zero
-        current, bits = dq_chunk(0, g, za, zb, ze, o_zero, z, dq_use, dq_mixed, bits, ring_a, ring_b, slots, wide, full, ENTRIES)
+        current, bits = dq_chunk(0, g, za, zb, ze, o_zero, z, dq_use, bits, ring_a, ring_b, slots, wide, full, ENTRIES)
         for c in gl.static_range(4):
             v = warpgroup_mma_wait(0, deps=[current])
-            free_entries(c, g, dq_use, dq_mixed, empty, ENTRIES)
+            free_entries(c, g, dq_use, empty, ENTRIES)
             if c < 3:
-                current, bits = dq_chunk(c + 1, g, za, zb, ze, o_zero, z, dq_use, dq_mixed, bits, ring_a, ring_b, slots, wide, full, ENTRIES)
+                current, bits = dq_chunk(c + 1, g, za, zb, ze, o_zero, z, dq_use, bits, ring_a, ring_b, slots, wide, full, ENTRIES)
             store_dq(target + (g * 4 + c) * CHUNK, v.to(dtype), rq < row_end, ONE_QUERY)
     return bits
 
@@ -293,11 +292,12 @@ def consumer(
             z = tile * zero
             turn = tiles_before + tile
             # the first tile of all has no entries of a tile before between its sweeps, the last one's own come right after it
-            use = turn * TILE - gl.where(turn > 0, ALONE, 0)
+            before = gl.where(turn > 0, ALONE, 0)
+            use = turn * TILE - before
             ends = (tile == tiles - 1) & (last >= last_query)
             own = (turn + 1) * TILE - ALONE + gl.where(ends, 0, SWEEP)
             bits = tile_backward(
-                row, row_end, query, step, cmp_begin, use, turn > 0, own, ends == 0, bits, z, zero, lse, dq, p, dz, pe, dze, delta, places,
+                row, row_end, query, step, cmp_begin, use, use + SWEEP + before, own, bits, z, zero, lse, dq, p, dz, pe, dze, delta, places,
                 scale, ring_a, ring_b, slots, wide, full, empty, facts, k_full, tile < 2, N, D, ENTRIES,
             )  # fmt: skip
         if tiles <= ((tiles_before & 1) ^ X):

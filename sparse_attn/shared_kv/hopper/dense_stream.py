@@ -3,8 +3,11 @@
 One ring of five slots of 16 KB. A use of a slot is two chunks of 64 channels of a tile's q, or of its dO, or of 64 entries, or one chunk of 128
 entries. Per tile, in this order:
     the sweep with the entries: a use of theirs, then q and dO of the same chunks, and so on (with 128 entries, a use is one chunk of q and of dO)
-    the sweep with the window, q and dO in turn; in turn with these the entries once more, for dq of the tile before
-So while one consumer is in its second sweep the other one makes dq, and while one is at its softmax the other one is in its first sweep.
+    the entries once more, for dq of the tile before
+    the sweep with the window, q and dO in turn
+So while one consumer is at the softmax of the entries the other one makes dq, and while one is at that of the window the other one is in its first
+sweep. What dq waits for comes before the next tile waits for keys: a step that must not load its keys until the one before is over (as batches whose
+keys are not one run) holds nothing up.
 """
 
 from __future__ import annotations
@@ -79,13 +82,11 @@ def producer(q, do, cmp_kv, rows, slots, full_0, full_1, empty, facts, told, N: 
             q_row = q + row * D
             do_row = do + row * D
             for u in range(gl.where(tile < tiles, 0, SWEEP), gl.where(tile < tiles, TILE, SWEEP + ALONE)):
-                # past the sweep with the entries: chunks of the window's sweep and uses of the entries alone in turn, or the one or the other
                 v = u - SWEEP
-                both = (turn > 0) & (tile < tiles)
-                alone = (v >= 0) & (gl.where(both, v % GROUP == 0, tile >= tiles))
-                if (turn > 0) | (u < SWEEP + CHUNKS):
+                alone = (v >= 0) & (v < ALONE)
+                if (turn > 0) | (alone == 0):
                     if alone | ((u < SWEEP) & (u % GROUP == 0)):
-                        i = gl.where(alone, gl.where(both, v // GROUP, v), u // GROUP)
+                        i = gl.where(alone, v, u // GROUP)
                         at = gl.where(alone, first_before, first).to(gl.int64) * D
                         rows_x = gl.where(alone, entries_before, entries)
                         if ENTRIES == 128:
@@ -97,7 +98,7 @@ def producer(q, do, cmp_kv, rows, slots, full_0, full_1, empty, facts, told, N: 
                             y = x + CHUNK
                             rows_y = rows_x
                     else:
-                        c = gl.where(u < SWEEP, u - u // GROUP - 1, gl.where(both, v - v // GROUP - 1, v))
+                        c = gl.where(u < SWEEP, u - u // GROUP - 1, v - ALONE)
                         if (ENTRIES == 128) & (u < SWEEP):
                             x = q_row + c * CHUNK
                             y = do_row + c * CHUNK
@@ -120,18 +121,3 @@ def take(use, bits, full):
     pair = use % PAIRS
     mbarrier.wait(full.index(pair), (bits >> pair) & 1)
     return bits ^ (1 << pair)
-
-
-@gluon.jit
-def window_use(i, first, mixed, ENTRIES: gl.constexpr):
-    """Slot of chunk i of the window's sweep that begins at `first`: between the entries of the tile before, or one after the other."""
-    if ENTRIES == 128:
-        return first + gl.where(mixed, 2 * i + 1, i)
-    else:
-        return first + gl.where(mixed, i // 2 * 3 + 1 + i % 2, i)
-
-
-@gluon.jit
-def entry_use_of(i, first, mixed, ENTRIES: gl.constexpr):
-    """Slot of use i of the entries for dq, likewise."""
-    return first + gl.where(mixed, i * (1 + 128 // ENTRIES), i)
