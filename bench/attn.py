@@ -3,9 +3,10 @@
 Sizes of DeepSeek-V4: D 512, window 128, sinks; SCFA takes 512 of S / 4 entries (random scores), CFA all of S / 128. Providers: hopper and
 portable, the launchers of the two kinds of kernels; reference (plain PyTorch, eager) and compile (the same under torch.compile), which keep
 gathered keys of every query for the backward and are left out above --eager-limit tokens; flex (flex_attention, SWA alone, without sinks);
-flashmla (SCFA, forward alone), where it is installed. TFLOP/s counts valid (query, key) pairs, 4 forward and 10 backward times pairs, heads
-and D; % is of the rate of a bf16 8192^3 product on random data, measured anew before every row: the clock of a warm card is lower, by 10 % and
-more, for the product as for a kernel. GB/s counts q, out, lse, dout, dq and the keys once.
+flashmla (SCFA, forward alone) and cudnn (the frontend's DSA: SCFA, backward alone, on sm_90 not deterministic), where they are installed.
+TFLOP/s counts valid (query, key) pairs, 4 forward and 10 backward times pairs, heads and D; % is of the rate of a bf16 8192^3 product on
+random data, measured anew before every row: the clock of a warm card is lower, by 10 % and more, for the product as for a kernel. GB/s
+counts q, out, lse, dout, dq and the keys once.
 Before the timing every provider's results are compared with those of the portable kernels, and the difference stands in the row.
 
 A row is printed as soon as it is measured. --tokens, --heads, --modes, --providers and --directions choose rows; --seconds ends the run
@@ -30,7 +31,7 @@ from reference.sparse_attn import sparse_attn_shared_kv as reference_attention
 
 D, WINDOW, TOP_K = 512, 128, 512
 RATIO = {"swa": 0, "cfa": 128, "scfa": 4}
-PROVIDERS = ("hopper", "portable", "reference", "flex", "flashmla", "compile")
+PROVIDERS = ("hopper", "portable", "reference", "flex", "flashmla", "cudnn", "compile")
 DIRECTIONS = ("forward", "forward + probs", "backward", "backward, det.")
 
 
@@ -148,17 +149,42 @@ def flex(x: Problem) -> Iterator[tuple[str, Callable[[], object]]]:
     return autograd(x, run)
 
 
+def one_list(x: Problem) -> tuple[Tensor, Tensor]:
+    """What others take: rows of both kinds of keys in one tensor, and a list of them for each query, its window's first; -1 names none."""
+    assert x.cmp_kv is not None and x.indices is not None  # the case is SCFA
+    S, device = x.q.shape[1], x.q.device
+    t = torch.arange(S, device=device)[:, None]
+    window = (t - WINDOW + 1 + torch.arange(WINDOW, device=device)).clamp(min=-1)
+    lists = torch.cat([window, torch.where(x.indices[0] >= 0, x.indices[0] + S, -1)], 1).int()
+    return torch.cat([x.ori_kv[0], x.cmp_kv[0]]), lists
+
+
 def flashmla(x: Problem) -> Iterator[tuple[str, Callable[[], object]]]:
-    """One list of keys a query, the window's first; the sink joins as it does here."""
+    """The sink joins as it does here."""
     from flash_mla import flash_mla_sparse_fwd
 
-    assert x.cmp_kv is not None and x.indices is not None  # the case is SCFA
-    S = x.q.shape[1]
-    t = torch.arange(S, device="cuda")[:, None]
-    window = (t - WINDOW + 1 + torch.arange(WINDOW, device="cuda")).clamp(min=-1)
-    lists = torch.cat([window, torch.where(x.indices[0] >= 0, x.indices[0] + S, -1)], 1).int()[:, None].contiguous()
-    keys = torch.cat([x.ori_kv[0], x.cmp_kv[0]])[:, None]
+    keys, lists = one_list(x)
+    keys, lists = keys[:, None], lists[:, None].contiguous()
     yield "forward", lambda: flash_mla_sparse_fwd(x.q[0], keys, lists, D**-0.5, D, attn_sink=x.sinks)[0][None]
+
+
+def cudnn(x: Problem) -> Iterator[tuple[str, Callable[[], object]]]:
+    """It takes the log-sum-exp of the keys alone."""
+    from cudnn import DSA
+
+    from sparse_attn import lse_without_sink
+    from sparse_attn.shared_kv.fwd import attention_fwd
+
+    S = x.q.shape[1]
+    keys, lists = one_list(x)
+    out, lse, _ = attention_fwd(*x.tensors, *x.options, False)
+    of_keys = lse_without_sink(lse, x.sinks)
+
+    def backward() -> tuple[Tensor, ...]:
+        grads = DSA.sparse_attention_backward_wrapper(x.q[0], keys, out[0], x.dout[0], of_keys[0], x.sinks, lists, softmax_scale=D**-0.5)
+        return grads["dq"][None], grads["dkv"][None, :S], grads["dkv"][None, S:], grads["d_sink"]
+
+    yield "backward", backward
 
 
 def results_of(value: object) -> tuple[Tensor, ...]:
@@ -190,8 +216,8 @@ def compile_kernels(heads: list[int]) -> None:
 def cases_of(x: Problem, provider: str, eager_limit: int) -> Iterator[tuple[str, Callable[[], object]]]:
     if provider in ("hopper", "portable"):
         return launchers(x, provider)
-    if provider == "flashmla":
-        return flashmla(x) if x.mode == "scfa" else iter(())
+    if provider in ("flashmla", "cudnn"):
+        return (flashmla if provider == "flashmla" else cudnn)(x) if x.mode == "scfa" else iter(())
     if x.q.shape[1] > eager_limit:
         return iter(())
     if provider == "flex":

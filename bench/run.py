@@ -17,11 +17,12 @@ BENCHES = ("attn", "compress", "indexer", "kl", "mhc")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="bench", required=True)
     modules = {name: importlib.import_module(f"bench.{name}") for name in BENCHES}
     for name, module in modules.items():
-        command = commands.add_parser(name, help=module.__doc__.splitlines()[0])
+        text = module.__doc__
+        command = commands.add_parser(name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         command.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files written")
         module.add_arguments(command)
     merge = commands.add_parser("merge", help="several runs of one bench as one")
