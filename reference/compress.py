@@ -56,8 +56,8 @@ def compress_kv(
 
 
 def _windows(kv: Tensor, gate: Tensor, ratio: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Tokens by window, [B, E, ratio, C * D] each; whether an entry exists [E, 1] (packs alone); whether it is the first
-    of its document, broadcast over [B, E, ratio, D]."""
+    """Tokens by window, [B, E, ratio, C * D] each; whether an entry exists [E, 1] (packs alone); whether it has no
+    predecessor in its document, broadcast over [B, E, ratio, D]."""
     if cu_seqlens is None:
         E = kv.shape[1] // ratio
         kv, gate = (x[:, : E * ratio].unflatten(1, (E, ratio)) for x in (kv, gate))
@@ -73,4 +73,5 @@ def _windows(kv: Tensor, gate: Tensor, ratio: int, cu_seqlens: Tensor | None) ->
     token = (token_start + (entry - entry_start) * ratio)[:, None] + torch.arange(ratio, device=kv.device)
     token = torch.where(exists[:, None], token, T).reshape(-1)  # row T is a zero row put behind the tokens
     kv, gate = (F.pad(x, (0, 0, 0, 1)).index_select(0, token).view(1, E, ratio, channels) for x in (kv, gate))
-    return kv, gate, exists[:, None], (entry == entry_start)[:, None, None]
+    # a row that is no entry takes up no series either: what the last document's last window has in its first counts for nothing
+    return kv, gate, exists[:, None], ((entry == entry_start) | ~exists)[:, None, None]

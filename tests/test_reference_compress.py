@@ -111,6 +111,25 @@ def test_documents_do_not_mix():
     assert (leaves[0].grad[4] == 0).all() and (leaves[1].grad[4] == 0).all()
 
 
+def test_what_no_entry_takes_up_may_hold_anything():
+    """NaN in remainders, behind the last document, in a first series that no window follows, and in the gradient of rows that are no entries."""
+    inputs = compress_inputs(CompressCase("", 4, True, D=3, docs=(9, 6, 7)), seed=6, dtype=torch.float64)
+    inputs["cu_seqlens"] = torch.tensor([0, 9, 15], dtype=torch.int32)
+    dout = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for filling in (0.0, torch.nan):
+        filled = {name: x.clone() if torch.is_tensor(x) else x for name, x in inputs.items()}
+        for x in (filled["kv"], filled["gate"]):
+            x[8] = x[13:] = filling
+            x[4:8, :3] = x[9:13, :3] = filling
+        leaves = _leaves(filled)
+        result = compress_kv(**filled)
+        cotangent = dout.index_fill(0, torch.tensor([3, 4]), filling)
+        found.append((result, *torch.autograd.grad(result, leaves, cotangent)))
+    for got, want in zip(found[1], found[0]):
+        assert want.any() and torch.equal(got, want)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("empty", ["B", "S", "T"])
 def test_empty_inputs(overlap, empty):

@@ -32,7 +32,8 @@ def compress_kv(
     ratio           tokens of a window, at least 1; tokens of an incomplete last window are dropped.
     overlap         the first D channels of a token belong to the entry of the next window, the last D to that of its own; the window
                     before a sequence's (document's) first does not exist.
-    cu_seqlens      [documents + 1] int32; every document is compressed on its own. Values are trusted.
+    cu_seqlens      [documents + 1] int32; every document is compressed on its own. Values are trusted. Tokens past the last document see
+                    no gradient; what they hold, and the gradient of rows that are no entries, may be anything, NaN too.
     impl            "auto", "triton" or "eager", see kernel_runtime.impl.
 
     Returns [B, S // ratio, D] in the dtype of kv, before norm and rotary embedding; packed: [T // ratio, D], of which the first
