@@ -133,6 +133,8 @@ def sparse_attn_shared_kv(
     if cu_seqlens_q is not None:
         cu_ori = cu_seqlens_q if cu_seqlens_ori is None else cu_seqlens_ori
         document = _packed_rows(cu_seqlens_q, S)
+        inside = (document < cu_seqlens_q.shape[0] - 1)[:, None, None]  # what the rows after the last document hold counts for nothing
+        q4 = torch.where(inside, q4, 0.0)
         q_start, q_length = _start_and_length(cu_seqlens_q, document)
         ori_start, ori_length = _start_and_length(cu_ori, document)
         index = torch.arange(S, device=device) - q_start
@@ -208,7 +210,8 @@ def sparse_attn_shared_kv(
         if return_cmp_probs:
             probs.append(p_of_source[1].detach().mean(2))
 
-    results = [torch.cat(outs, 1).to(q.dtype)]
+    out = torch.cat(outs, 1).to(q.dtype)
+    results = [torch.where(inside, out, 0.0) if packed else out]  # nor does their gradient of out
     if return_lse:
         results.append(torch.cat(lses, 1))
     if return_cmp_probs:

@@ -158,6 +158,31 @@ def test_rows_that_no_query_sees_are_not_read(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase("general", "scfa", N=20, D=128, docs_q=(3, 0, 9), K=12, cmp_ratio=5, window=9),
+        AttentionCase("general_cfa", "cfa", N=16, D=256, docs_q=(3, 0, 9), cmp_ratio=5, window=9),
+        AttentionCase("dense", "swa", N=16, D=256, docs_q=(7, 0, 21), window=9),
+        AttentionCase("dense_heads_share_tiles", "swa", N=5, D=256, docs_q=(7, 0, 21), window=9),
+    ],
+    ids=lambda case: case.name,
+)
+def test_rows_after_the_last_document(monkeypatch, case):
+    """Whatever is in their q and in the gradient of their output (NaN here) counts for nothing."""
+    poison_empty(monkeypatch)
+    inputs, dout = test_sparse_attn_hopper.make(case, BF16, device="cpu")
+    end = case.docs_q[0] + 4
+    inputs["cu_seqlens_q"] = torch.tensor([0, case.docs_q[0], case.docs_q[0], end], dtype=torch.int32)
+    want = test_sparse_attn_hopper.expected(inputs, dout, case.mode)
+    inputs["q"][end:], dout[end:] = torch.nan, torch.nan
+    for deterministic in (False, True):
+        with emulated(3, cores=2, unordered=UNORDERED):
+            got = test_sparse_attn_hopper.run(inputs, case, dout, deterministic)
+        test_sparse_attn_hopper.check(got, want, BF16)
+        assert not got["dq"][end:].any()
+
+
+@pytest.mark.parametrize(
     "tokens, d, options",
     [(21, 256, {}), (9, 512, {"with_pre_mix": True}), (5, 256, {"with_pre_mix": True, "convention": "paper"}), (37, 64, {}), (130, 256, {})],
 )

@@ -268,6 +268,20 @@ def test_rows_after_the_last_document_see_nothing():
     torch.testing.assert_close(lse[9:], inputs["sinks"].expand(3, -1), rtol=1e-6, atol=1e-7)
 
 
+def test_rows_after_the_last_document_may_hold_anything():
+    inputs = attention_inputs(AttentionCase("", "cfa", docs_q=(5, 7)), seed=15)
+    inputs["cu_seqlens_q"] = cu_seqlens_of((5, 4))
+    dout = torch.randn(inputs["q"].shape, generator=torch.Generator().manual_seed(1)).index_fill(0, torch.arange(9, 12), torch.nan)
+    found = []
+    for filling in (0.0, torch.nan):
+        leaves = {name: inputs[name].clone() for name in ("q", "ori_kv", "cmp_kv", "sinks")}
+        leaves["q"][9:] = filling
+        out = sparse_attn_shared_kv(**{**inputs, **{name: x.requires_grad_() for name, x in leaves.items()}})
+        found.append((out, *torch.autograd.grad(out, list(leaves.values()), dout.nan_to_num(filling))))
+    for got, want in zip(found[1], found[0]):
+        assert want.isfinite().all() and torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", ["swa", "swa_pack", "cfa", "scfa", "scfa_pack_offset"])
 def test_chunks_do_not_change_the_result(name, monkeypatch):
     case = next(c for c in ATTENTION_CASES if c.name == name)

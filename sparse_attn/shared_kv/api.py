@@ -48,7 +48,7 @@ def sparse_attn_shared_kv(
     cmp_ratio       tokens a compressed entry stands for; entry j is visible to position t if j < (t + 1) // cmp_ratio.
     window          number of keys up to and including the query's own position; None is plain causal attention.
     cu_seqlens_*    [documents + 1] int32 offsets. ori defaults to q's, cmp to compressed_cu_seqlens(ori, cmp_ratio). Values are trusted.
-                    Rows past the last document see nothing (out = 0, no gradient); what they hold has to be finite all the same.
+                    Rows past the last document see nothing (out = 0, no gradient); they and their gradient of out may hold anything, NaN too.
     q_offset        position of a sequence's (document's) first query: an int, or int32 [B] ([documents]), whose values are trusted to lie
                     within 2^30 of 0; None aligns queries to the end of the original keys.
     deterministic   bit-equal gradients from run to run, without float atomics. None follows torch.are_deterministic_algorithms_enabled();

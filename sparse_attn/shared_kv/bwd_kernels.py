@@ -78,7 +78,8 @@ def dq_task(
     N: tl.constexpr, D: tl.constexpr, COMPRESSED: tl.constexpr, DENSE: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HALVES: tl.constexpr, BK: tl.constexpr, ASCEND: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """One query and a block of its heads."""
+    """One query and a block of its heads. What a query that sees nothing (past the last document of a pack) has in q and dout reaches nothing:
+    its dq is a sum of no terms, its delta is 0."""
     EVEN: tl.constexpr = D == BD * HALVES
     APART: tl.constexpr = ARCH == 90 and BH * BD * HALVES > 64 * 256
     HEAD_BLOCKS: tl.constexpr = (N + BH - 1) // BH
@@ -89,8 +90,13 @@ def dq_task(
     h = (task % HEAD_BLOCKS) * BH + tl.arange(0, BH)
     on = h < N
     heads = row * N + h
-    if not ASCEND:
+    if ASCEND:
+        sees = tl.load(places + row * 4) < tl.load(places + row * 4 + 1)
+        if COMPRESSED != 0:
+            sees = sees | (tl.load(places + row * 4 + 2) < tl.load(places + row * 4 + 3))
+    else:
         ori_begin, ori_count, cmp_begin, cmp_count, walked = load_ranges(places, used, row, COMPRESSED)
+        sees = ori_count + walked > 0
     do0 = load_rows(dout, heads, on, d, D, EVEN)
     delta = tl.sum(do0.to(tl.float32) * load_rows(out, heads, on, d, D, EVEN).to(tl.float32), 1)
     q0 = load_rows(q, heads, on, d, D, EVEN)
@@ -104,7 +110,7 @@ def dq_task(
         do1 = do0
         q1 = q0
         acc1 = zero_tile(task, BH, 1, ASCEND)
-    tl.store(delta_out + heads, delta, mask=on)
+    tl.store(delta_out + heads, tl.where(sees, delta, 0.0), mask=on)
     lse2 = tl.load(lse + heads, mask=on, other=float("inf")) * 1.4426950408889634
     slot_row = local * slots
     if ASCEND:  # a loop a tensor: a pointer cannot be chosen there
@@ -225,7 +231,8 @@ def range_dkv_kernel(
         else:
             acc = load_rows(dkv, key.to(tl.int64), inside, d, D, EVEN)
         first = rows_up_to(places + COLUMN + 1, row0, rows, key0, steps)  # before it ranges end at or before the tile
-        last = rows_up_to(places + COLUMN, row0, rows, key0 + BM - 1, steps)  # from it on they begin after the tile
+        # from it on they begin after the tile, or after all keys, as those of queries past the last document do
+        last = rows_up_to(places + COLUMN, row0, rows, tl.minimum(key0 + BM, keys) - 1, steps)
         for i in range(first * BLOCKS + split, last * BLOCKS, step):
             row = (row0 + i // BLOCKS).to(tl.int64)
             h = (i % BLOCKS) * NH + tl.arange(0, NH)

@@ -54,10 +54,11 @@ def copy_tile(
 
 @gluon.jit
 def producer(
-    q, do, ori_kv, cmp_kv, indices, places, used, row0, count, tasks, K, zero, q_s, do_s, k_s, q_full, do_full, q_empty, k_full, k_empty,
+    q, do, out, ori_kv, cmp_kv, indices, places, used, row0, count, tasks, K, zero, q_s, do_s, k_s, q_full, do_full, q_empty, k_full, k_empty,
     N: gl.constexpr, D: gl.constexpr, COMPRESSED: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup 3: q, dO and the keys of all tasks."""
+    """Warpgroup 3: q, dO and the keys of all tasks. What a query that sees nothing (past the last document of a pack) has in q and dO counts for
+    nothing: its output is copied in their place, which is zeros."""
     SELECTED: gl.constexpr = COMPRESSED == 2
     PART: gl.constexpr = part_of(D)
     PARTS: gl.constexpr = D // PART
@@ -71,10 +72,13 @@ def producer(
         copy_tile(0, ori_kv, cmp_kv, indices, first_slot, zero, ranges, k_s, k_full, k_empty, phase, D, SELECTED)
         phase = phase ^ 1
         z = task * zero
+        sees = ranges[2] + ranges[5] > 0
+        q_or_zeros = gl.where(sees, q, out)
+        do_or_zeros = gl.where(sees, do, out)
         for j in gl.static_range(PARTS):
             mbarrier.wait(q_empty[j], q_phase)
-            copy_heads(do, row, group, j * PART, do_s, z + j, do_full[j], N, D, PART)
-            copy_heads(q, row, group, j * PART, q_s, z + j, q_full[j], N, D, PART)
+            copy_heads(do_or_zeros, row, group, j * PART, do_s, z + j, do_full[j], N, D, PART)
+            copy_heads(q_or_zeros, row, group, j * PART, q_s, z + j, q_full[j], N, D, PART)
         q_phase = q_phase ^ 1
         for i in range(1, num_tiles):
             copy_tile(i, ori_kv, cmp_kv, indices, first_slot, zero, ranges, k_s, k_full, k_empty, phase, D, SELECTED)

@@ -345,7 +345,7 @@ def hopper_bwd_kernel(
                 q_full, do_full, q_empty, p_full, p_empty, z_full, z_empty, N, D, COMPRESSED, PARTIAL,
             )),
             (producer, (
-                q, do, ori_kv, cmp_kv, indices, places, used, row0, count, tasks, K, zero, q_s, do_s, k_s,
+                q, do, out, ori_kv, cmp_kv, indices, places, used, row0, count, tasks, K, zero, q_s, do_s, k_s,
                 q_full, do_full, q_empty, k_full, k_empty, N, D, COMPRESSED,
             )),
         ],

@@ -11,7 +11,7 @@ share, so that whoever computes S has all of it and a whole tile (half a tile be
 softmax and output. It also keeps the consumers a phase apart: the second one's first pair takes the slots of the first one's.
 
 A key of a step that some of its queries do not see meets a weight of 0 there: a NaN in it reaches those queries. Keys that no query of the
-step sees are not read.
+step sees are not read. Queries that see nothing (those past the last document of a pack) have steps of their own, in which zeros stand for q and dO.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def queries_of_program(rows):
 
 @gluon.jit
 def step_of(first, end, places, COMPRESSED: gl.constexpr, WARPS: gl.constexpr):
-    """The step that begins with query `first`, all of it before `end`: its own end, its keys [low, high) and its entries' first and number.
+    """The step that begins with query `first`, all of it before `end`: its own end, that of the queries of it that see anything (all or none), its
+    keys [low, high) and its entries' first and number.
     Steps end at multiples of STEP, so that those of one sequence fill whole blocks of 8 slots wherever a program begins.
     Every query sees a key that the one before it sees or the key after those, so each key of a step is seen by one of them."""
     r = first + gl.arange(0, STEP, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -65,6 +66,10 @@ def step_of(first, end, places, COMPRESSED: gl.constexpr, WARPS: gl.constexpr):
     before = gl.load(places + gl.maximum(r - 1, first).to(gl.int64) * 4 + 1, mask=on, other=0)
     low = gl.load(own)
     fits = on & (begin >= low) & (stop <= low + RING) & (begin <= before)
+    blind = False
+    if not COMPRESSED:  # packs have no entries here
+        blind = gl.load(own + 1) <= low
+        fits = fits & ((stop <= begin) == blind)
     cmp_begin = 0
     if COMPRESSED:
         cmp_stop = gl.load(at + 3, mask=on, other=0)
@@ -78,7 +83,7 @@ def step_of(first, end, places, COMPRESSED: gl.constexpr, WARPS: gl.constexpr):
     seen = stop
     if COMPRESSED:
         seen = cmp_stop - cmp_begin
-    return last, low, high, cmp_begin, entries, begin, stop, seen
+    return last, gl.where(blind, first, last), low, high, cmp_begin, entries, begin, stop, seen
 
 
 @gluon.jit
@@ -141,7 +146,8 @@ def new_numbers():
 
 @gluon.jit
 def new_facts():
-    """Of even and odd steps: end, first key, first entry; begin and end of its queries' windows, number of their entries."""
+    """Of even and odd steps: end, first key, first entry, end of what is read of q; begin and end of its queries' windows, number of their
+    entries."""
     return new_numbers(), new_numbers(), new_numbers(), new_numbers()
 
 
@@ -179,10 +185,10 @@ def write_facts(odd: gl.constexpr, facts, told, value, begin, stop, seen, COMPRE
 
 
 @gluon.jit
-def tell_step(step, facts, told, last, low, cmp_begin, begin, stop, seen, COMPRESSED: gl.constexpr):
+def tell_step(step, facts, told, last, read_end, low, cmp_begin, begin, stop, seen, COMPRESSED: gl.constexpr):
     """What the other warpgroups need to know of a step. They would wait for device memory to find it out themselves."""
     i = gl.arange(0, STEP, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    value = gl.where(i == 0, last, gl.where(i == 1, low, cmp_begin))
+    value = gl.where(i == 0, last, gl.where(i == 1, low, gl.where(i == 2, cmp_begin, read_end)))
     if step % 2 == 0:
         write_facts(0, facts, told, value, begin, stop, seen, COMPRESSED)
     else:
@@ -194,6 +200,12 @@ def hear_step(step, facts, told):
     """End of a step, its first key, its first entry."""
     wait_step(told, step, (step >> 1) & 1)
     return number(facts[0], 0, step), number(facts[0], 1, step), number(facts[0], 2, step)
+
+
+@gluon.jit
+def rows_read(step, facts, N: gl.constexpr):
+    """End of the rows of a step, which was heard, that are read of q and dO; zeros stand for those after it."""
+    return number(facts[0], 3, step).to(gl.int64) * N
 
 
 @gluon.jit
@@ -262,9 +274,9 @@ def key_producer(
     held_entries = -1
     step = 0
     while query < last_query:
-        last, low, high, cmp_begin, entries, begin, stop, seen = step_of(query, last_query, places, ENTRIES > 0, 2)
+        last, read_end, low, high, cmp_begin, entries, begin, stop, seen = step_of(query, last_query, places, ENTRIES > 0, 2)
         wait_step(k_empty, step, ((step >> 1) & 1) ^ 1)
-        tell_step(step, facts, told, last, low, cmp_begin, begin, stop, seen, ENTRIES > 0)
+        tell_step(step, facts, told, last, read_end, low, cmp_begin, begin, stop, seen, ENTRIES > 0)
         block = held_high % RING // 8
         blocks = gl.where(high > held_high, gl.cdiv(held_high % 8 + high - held_high, 8), 0)
         kept = held_low

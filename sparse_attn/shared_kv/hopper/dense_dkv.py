@@ -48,17 +48,24 @@ def run_of(run, length, runs):
 
 
 @gluon.jit
-def key_step(query, run_end, places):
-    """The step that begins with `query`: its end, its first block of keys, the end of its keys."""
+def key_step(query, run_end, places, ENTRIES: gl.constexpr):
+    """The step that begins with `query`: its end, that of the queries of it that see anything (all or none), its first block of keys, the end of
+    its keys. What queries that see nothing (past the last document of a pack) have in q and dO is not read: their steps have no tiles."""
     r = query + gl.arange(0, LONGEST, layout=gl.BlockedLayout([1], [32], [4], [0]))
     on = r < run_end
     at = places + r.to(gl.int64) * 4
     stop = gl.load(at + 1, mask=on, other=0)
-    base = gl.load(places + query.to(gl.int64) * 4) // BLOCK
+    own = places + query.to(gl.int64) * 4
+    low = gl.load(own)
+    base = low // BLOCK
     fits = on & (stop <= (base + BLOCKS) * BLOCK)  # begins never go back
+    blind = False
+    if ENTRIES == 0:  # packs have no entries here
+        blind = gl.load(own + 1) <= low
+        fits = fits & ((stop <= gl.load(at, mask=on, other=0)) == blind)
     last = gl.maximum(gl.min(gl.where(fits, gl.minimum(run_end, query + LONGEST), r), 0), query + 1)  # the first always fits: no endless loop
     high = gl.max(gl.where(r < last, stop, 0), 0)
-    return last, base, high
+    return last, gl.where(blind, query, last), base, high
 
 
 @gluon.jit
@@ -100,8 +107,8 @@ def producer(
     slice0 = side * SLICE
     g = 0
     while query < run_end:
-        last, base, _ = key_step(query, run_end, places)
-        tiles = gl.cdiv((last - query) * N, 64)
+        last, read_end, base, _ = key_step(query, run_end, places, ENTRIES)
+        tiles = gl.cdiv((read_end - query) * N, 64)
         row_end = last.to(gl.int64) * N
         for tile in range(tiles):
             row = query.to(gl.int64) * N + tile * 64
@@ -249,13 +256,13 @@ def consumer(
     held_high = held_low
     g = 0
     while query < run_end:
-        last, base, high = key_step(query, run_end, places)
+        last, read_end, base, high = key_step(query, run_end, places, ENTRIES)
         for i in range(gl.minimum(base - held, BLOCKS)):
             v, a, b = shift(a, b, nothing)
             write_block(v, d0, held + i, dori, halo, held_low, held_high, seen_before, D)
         held = base
         held_high = gl.maximum(held_high, high)
-        tiles = gl.cdiv((last - query) * N, 64)
+        tiles = gl.cdiv((read_end - query) * N, 64)
         for tile in range(tiles):
             odd = g & 1
             phase = (g >> 1) & 1

@@ -38,6 +38,7 @@ from sparse_attn.shared_kv.hopper.dense import (
     number,
     product_layout,
     queries_of_program,
+    rows_read,
     take_keys,
 )
 from sparse_attn.shared_kv.hopper.dense_fwd import one_query
@@ -65,7 +66,7 @@ def pair_producer(
     while query < last_query:
         last, _, _ = hear_step(step, facts, told)
         tiles = gl.cdiv((last - query) * N, 64)
-        row_end = last.to(gl.int64) * N
+        row_end = rows_read(step, facts, N)
         for tile in range(tiles):
             row = query.to(gl.int64) * N + tile * 64
             left = (row_end - row).to(gl.int32)
