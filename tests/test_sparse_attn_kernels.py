@@ -275,6 +275,26 @@ def test_rows_that_do_not_count_are_never_read(kernel_device, take):
         assert (got["dcmp_kv"][:, :3] == 0).all() and (got["dcmp_kv"][:, 3] != 0).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_large_logits_and_sinks(kernel_device, monkeypatch, take, dtype):
+    """Sinks of +-1e4, and products that neither float16 holds nor exp of float32: finite everywhere, rows as sharp as in fp64."""
+    poison_empty(monkeypatch)
+    inputs = attention_inputs(AttentionCase("", "scfa", N=4, D=32, B=1, S=13, K=9, cmp_ratio=2, window=7), seed=2, device=kernel_device)
+    inputs["q"] *= 100
+    inputs["ori_kv"] *= 100
+    inputs["cmp_kv"] *= 100
+    inputs["sinks"] = torch.tensor([1e4, -1e4, 0.0, 60.0], device=kernel_device)
+    low = {name: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() and name != "sinks" else x for name, x in inputs.items()}
+    largest = torch.einsum("bsnd,bkd->bsnk", low["q"].double(), low["ori_kv"].double()).abs().max()
+    assert largest > 2 * torch.finfo(torch.float16).max
+    want = run(reference, low, torch.float64)
+    for form in ("atomic", "rows", "dense"):
+        got = run(sparse_attn_shared_kv, low, dtype, impl="portable", **take(form))
+        assert all(x.isfinite().all() for x in got.values())
+        assert relative_error(got["out"], want["out"]) < 2e-3 and relative_error(got["lse"], want["lse"]) < 1e-6
+        assert relative_error(got["cmp_probs"], want["cmp_probs"]) < 1e-2
+
+
 @pytest.mark.parametrize("form", ["rows", "dense"])
 def test_deterministic_is_bit_equal(kernel_device, take, form):
     """Ten runs on a GPU."""
